@@ -1,7 +1,6 @@
 """The schema of a recording: groups of labelled arrays, all of which grow along the marks."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ __all__ = [
     "Group",
     "StoreError",
     "Variable",
-    "difference",
 ]
 
 SCHEMA_VERSION = 3
@@ -85,52 +83,25 @@ class Group:
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 
-
-def difference(
-    stored: Mapping[str, Group], measured: Mapping[str, Group]
-) -> str | None:
-    """Describe the first difference between the groups of a store and those to be recorded; None if they agree."""
-    for old, new in zip(_facts(stored), _facts(measured), strict=True):
-        for fact in {**old, **new}:
-            if fact not in old or fact not in new or old[fact] != new[fact]:
-                return f"{fact}: {old.get(fact, 'absent')} there, {new.get(fact, 'absent')} here"
-    return None
-
-
-def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
-    """Return the facts that two recordings must share, from the coarse to the fine."""
-    # In this order the first difference is the cause of the others, and is the one that is reported.
-    kinds: list[dict[str, Any]] = [
-        {f"group {path!r}": "present" for path in groups},
-        {},
-        {},
-        {},
-        {},
-        {},
-    ]
-    for path, group in groups.items():
-        in_group = f"in group {path!r}, " if path else ""
-        # After a round trip through JSON, as in a store, tuples are lists and keys are strings.
-        layers = json.loads(
-            json.dumps({name: dict(about) for name, about in group.layers.items()})
-        )
-        kinds[1] |= {
-            f"{in_group}layer {name!r}": about for name, about in layers.items()
-        }
-        kinds[2] |= {f"{in_group}order of layers": list(layers)}
-        kinds[3] |= {
-            f"{in_group}dimension {name!r}": size for name, size in group.sizes.items()
-        }
-        kinds[4] |= {
-            f"{in_group}labels along {name!r}": list(labels)
-            for name, labels in group.coords.items()
-        }
-        for name, about in group.variables.items():
-            dims = ", ".join(about.dims)
-            kinds[5][f"{in_group}variable {name!r}"] = (
-                f"{about.dtype} of ({dims}), units {about.units!r}"
-            )
-    return kinds
+    @classmethod
+    def together(cls, groups: "Iterable[Group]") -> "Group":
+        """Return the group that holds the layers of all groups, in their order."""
+        variables: dict[str, Variable] = {}
+        layers: dict[str, Mapping[str, Any]] = {}
+        sizes: dict[str, int] = {}
+        coords: dict[str, Sequence[Any]] = {}
+        maps = False
+        for group in groups:
+            variables |= group.variables
+            for layer, table in group.layers.items():
+                layers[layer] = {**table, **layers.get(layer, {})}
+            for dim, size in group.sizes.items():
+                sizes[dim] = max(size, sizes.get(dim, 0))
+            # The labels of the layer with more of them begin with those of the others.
+            for dim, labels in group.coords.items():
+                coords[dim] = max(coords.get(dim, ()), labels, key=len)
+            maps |= group.maps
+        return cls(variables, layers, sizes, maps, coords)
 
 
 COUNTS: dict[str, Variable] = {

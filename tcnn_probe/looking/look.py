@@ -29,11 +29,11 @@ from tcnn_probe.looking.photographs import (
     find_photographs,
     prepare_mask,
 )
+from tcnn_probe.looking.unfinished import continue_measuring, keep_measurements
 from tcnn_probe.models import for_model, progress_bar, untouched, whole_number
 from tcnn_probe.probes import DEFAULT, Probe
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.fingerprints import weights_fingerprint
-from tcnn_probe.recording.interrupted import continue_measuring, keep_measurements
 from tcnn_probe.recording.recorder import Recorder, record
 from tcnn_probe.reporting import Report, report
 from tcnn_probe.storage import StoreError, open_recording

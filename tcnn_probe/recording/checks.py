@@ -1,21 +1,23 @@
 """Checks of an epoch, and of the recording that is there, before a mark is stored."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from tcnn_model import AttentionPool2d
 from tcnn_model.conversion.selection import LayerFilter, matching
-from tcnn_probe.probes import DEFAULT, Probe
-from tcnn_probe.recording.epoch import MAPS_OF_CLASSES, EpochReport, LayerReport
-from tcnn_probe.recording.sums import MIXED_SIZES
-from tcnn_probe.schema import Group, difference
+from tcnn_probe.architectures.lookup import looks_like_attention
+from tcnn_probe.hooks.private_torch import COMPILED_CALL
+from tcnn_probe.probes import DEFAULT
+from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups
+from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums, Key
+from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError
 
 __all__ = [
     "OtherLayersError",
     "check_epoch",
-    "check_order",
     "check_probes",
     "check_resumed",
     "check_same_recording",
@@ -24,56 +26,50 @@ __all__ = [
     "warn_of_mixed_sizes",
 ]
 
-Groups = Mapping[str, Group]
-
 
 class OtherLayersError(StoreError):
     """The store holds a recording of layers that the model does not have."""
 
 
-def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
+def check_probes(collector: Collector) -> None:
     """Raise an error if it is known before a forward that probes have no layer, or if no probe has the wanted maps."""
-    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
+    probes, sampling = collector.probes, collector.sampling
     kinds = [probe.kind for probe in probes]
-    if sampling.images and not any(
-        probe.maps and probe.images is None for probe in probes
-    ):
+    has_maps = any(probe.maps and probe.images is None for probe in probes)
+    if sampling.images and not has_maps:
         raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
-    if classes.indices:
-        if not (report.class_counts and any(probe.class_variables for probe in probes)):
-            raise ValueError(
-                f"classes={classes.plain} chooses maps, and no layer or probe has one for each class"
-            )
-        if not sampling.images:
-            raise ValueError(
-                f"classes={classes.plain} chooses maps, and there are none without images="
-            )
-        for pool, count in report.class_counts.items():
-            classes.check(pool, count)
-    # Probes of attention are not checked, as attention is found only in the first forward.
-    if probes and not report.layers and not any(probe.attention for probe in probes):
-        scope = " among those asked for" if chose_layers else ""
-        reasons = f": {report.missing}" if report.missing else ""
+    counts = [
+        module.num_classes
+        for module in collector.names
+        if isinstance(module, AttentionPool2d) and module.num_classes is not None
+    ]
+    if sampling.classes and not (sampling.images and counts):
         raise ValueError(
-            f"{report.model_class} has no layer{scope} for the probes {kinds}{reasons}"
+            f"classes={sampling.plain_classes} chooses maps: expected images=, and a layer with a token for each class"
+        )
+    for count in counts:
+        sampling.check_classes(count)
+    # Probes of attention are not checked, as attention is found only in the first forward.
+    if probes and not (collector.layers or collector.attention_probes):
+        scope = "" if collector.chosen is None else " among those asked for"
+        reasons = f": {collector.missing}" if collector.missing else ""
+        raise ValueError(
+            f"{collector.model_class} has no layer{scope} for the probes {kinds}{reasons}"
         )
 
 
 def check_same_recording(
-    store: EpochStore, provenance: Mapping[str, str], report: EpochReport
+    store: EpochStore, provenance: Mapping[str, str], collector: Collector
 ) -> None:
     """Raise an error if the store is known, before a forward, to be of another model, layers, images or classes."""
-    groups, attrs, sampling = store.groups, store.attrs, report.sampling
+    groups, attrs, sampling = store.groups, store.attrs, collector.sampling
     if groups is None or attrs is None:
         return
-    for name, word in (
-        ("model_class", "class"),
-        ("model_architecture", "architecture"),
-    ):
+    for name in ("model_class", "model_architecture"):
         stored, current = attrs.get(name), provenance.get(name)
-        if current is not None and stored is not None and stored != current:
+        if None not in (stored, current) and stored != current:
             raise StoreError(
-                f"the store is a recording of another model (of {word} {stored!r}, not {current!r})"
+                f"the store is a recording of another model: {name} {stored!r} there, {current!r} here"
             )
     images = json.loads(attrs["images"])
     if images != list(sampling.images):
@@ -84,122 +80,98 @@ def check_same_recording(
     if not store.has_layers:
         return
     for path, group in groups.items():
-        if not path.startswith(MAPS_OF_CLASSES):
-            continue
         for layer, table in group.layers.items():
-            if table["classes"] != sampling.classes.plain:
-                raise StoreError(
-                    f"the store has maps of {layer!r} with classes={table['classes']}, got "
-                    f"classes={sampling.classes.plain}"
-                )
-    for group in groups.values():
-        for layer in group.layers:
             # "name#1" is the second attention in a call of the module "name".
-            if layer.split("#")[0] not in report.order:
-                reason = f"{layer!r} there, absent in this model"
-                raise OtherLayersError(
-                    f"the store is a recording of other layers ({reason})"
-                )
-    for entry in report.layers:
-        _check_same_layer(entry, groups)
-
-
-def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
-    probe, layer = entry.probe, entry.name
-    group = groups.get(probe.place, Group({}, {}))
-    images = group.coords.get("image")
-    if (
-        probe.images is not None
-        and images is not None
-        and list(images) != list(probe.images)
-    ):
-        raise StoreError(
-            f"the store has {probe.kind} of {len(images)} images other than those asked for"
-        )
-    current = {"kind": probe.kind, **entry.facts}
-    stored: Any = "absent"
-    if layer in group.layers:
+            if layer.split("#")[0] not in collector.order:
+                raise _other_layers(layer, "a layer", "absent in this model")
+            if path.startswith(MAPS_OF_CLASSES):
+                classes = table["classes"], sampling.plain_classes
+                if classes[0] != classes[1]:
+                    raise StoreError(
+                        f"the store has maps of {layer!r} with classes={classes[0]}, got classes={classes[1]}"
+                    )
+    for (layer, kind), measured in collector.layers.items():
+        probe, facts = measured.probe, {"kind": kind, **measured.facts()}
+        group = groups.get(probe.place, Group({}, {}))
         # Only facts that are known before a forward are compared; the stored table has more.
-        stored = {fact: group.layers[layer].get(fact) for fact in current}
-    if stored != current:
-        reason = f"{layer!r}: {stored} there, {current} here"
-        raise OtherLayersError(f"the store is a recording of other layers ({reason})")
+        table = group.layers.get(layer, {})
+        stored = {fact: table[fact] for fact in facts if fact in table}
+        if probe.images is not None:
+            facts["images"] = list(probe.images)
+            stored["images"] = list(group.coords.get("image", probe.images))
+        if stored != facts:
+            raise _other_layers(layer, stored if table else "absent", facts)
 
 
-def check_resumed(stored: Groups, current: Groups, probes: Iterable[Probe]) -> None:
-    """Raise an error if the store has other numbers of a layer, or those of a probe that does not measure now.
-
-    Layers that have not run yet may be absent, other layers may join, and maps may have another size. Variables that
-    the recording began without, in an earlier version, are left out of it.
-    """
-    numbers = {path: group for path, group in stored.items() if not group.maps}
-    kinds = {probe.kind for probe in probes}
-    for group in numbers.values():
-        for layer, table in group.layers.items():
-            if table["kind"] not in kinds:
-                raise _other_recording(
-                    f"{table['kind']} of {layer!r} there, absent here"
-                )
-    known = {layer for group in numbers.values() for layer in group.layers}
-    for path, group in current.items():
-        before = numbers.get(path, Group({}, {}))
-        order = [layer for layer in {**before.layers, **group.layers} if layer in known]
-        # Sizes of maps follow from sizes of images, which may differ from run to run.
-        if group.maps or not group.layers.keys() & known:
-            continue
-        pair = []
-        for side in (before, group):
-            layers = {
-                layer: side.layers[layer]
-                for layer in order
-                if layer in group.layers and layer in side.layers
-            }
-            part = replace(side, layers=layers)
-            same_layers = before.layers.keys() == group.layers.keys()
-            # Sizes are those of the largest layer, and variables those of any, which may be absent.
-            if same_layers:
-                named = before.variables.keys() & side.variables.keys()
-                dims = {dim for name in named for dim in side.variables[name].dims}
-            else:
-                named, dims = before.variables.keys() & group.variables.keys(), set()
-            part = replace(
-                part,
-                variables={name: side.variables[name] for name in named},
-                sizes={dim: side.sizes[dim] for dim in dims & side.sizes.keys()},
-                coords={dim: side.coords[dim] for dim in dims & side.coords.keys()},
-            )
-            pair.append({path: part})
-        if (reason := difference(*pair)) is not None:
-            raise _other_recording(reason)
-
-
-def _other_recording(reason: str) -> StoreError:
-    return StoreError(
-        f"the store is a recording of something else ({reason}): choose another path"
+def _other_layers(layer: str, stored: object, current: object) -> StoreError:
+    return OtherLayersError(
+        f"the store is a recording of other layers ({layer!r}: {stored} there, {current} here)"
     )
 
 
-def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
-    """Raise an error if an epoch is marked already, or comes before the last mark."""
-    # This is checked first, because it is the usual mistake of a resumed run and needs other advice.
-    if number in marks:
-        raise ValueError(
-            f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
-            f"continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
-        )
-    if marks and number < marks[-1]:
-        raise ValueError(
-            f"expected {along} to be later than the last one marked, {marks[-1]}, got {number}"
-        )
+def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> None:
+    """Raise an error if the store has other numbers of a layer, or those of a probe that does not measure now.
+
+    Layers that have not run yet may be absent, other layers may join, and maps may have another size, as sizes of
+    images may differ from run to run. Variables that the recording began without, in an earlier version, are left out
+    of it.
+    """
+    for path, before in stored.items():
+        if before.maps:
+            continue
+        now = current.get(path, Group({}, {}))
+        layers = [layer for layer in before.layers if layer in now.layers]
+        names, dims = before.variables.keys() & now.variables.keys(), set()
+        # Sizes and labels are those of the largest layer, and variables those of any, which may be absent.
+        if before.layers.keys() == now.layers.keys():
+            names = {*before.variables}
+            dims = {dim for name in names for dim in before.variables[name].dims}
+        pair = [
+            _facts(group, layers, dims, names if layers else ())
+            for group in (before, now)
+        ]
+        for fact, value in pair[0].items():
+            if value != pair[1][fact]:
+                raise StoreError(
+                    f"the store is a recording of something else ({fact}: {value} there, {pair[1][fact]} here): choose "
+                    f"another path"
+                )
+        for layer, table in before.layers.items():
+            if table["kind"] not in kinds:
+                raise _other_layers(layer, table["kind"], "absent")
+
+
+def _facts(
+    group: Group, layers: Iterable[str], dims: Iterable[str], names: Iterable[str]
+) -> dict[str, Any]:
+    """Return the facts of a group that must be the same when it is continued."""
+    # After a round trip through JSON, as in a store, tuples are lists and keys are strings.
+    facts: dict[str, Any] = {
+        f"layer {layer!r}": json.loads(json.dumps(dict(group.layers[layer])))
+        for layer in layers
+    }
+    for dim in sorted({*dims} - {"layer"}):
+        facts[f"dimension {dim!r}"] = group.sizes.get(dim, "absent")
+        facts[f"labels along {dim!r}"] = [*group.coords.get(dim, ())]
+    for name in sorted(names):
+        variable = group.variables.get(name)
+        facts[f"variable {name!r}"] = "absent"
+        if variable is not None:
+            facts[f"variable {name!r}"] = variable.dtype, variable.dims, variable.units
+    return facts
 
 
 def check_epoch(
-    report: EpochReport, layer_filter: LayerFilter | None, groups: Groups | None
+    collector: Collector,
+    sums: Mapping[Key, EpochSums],
+    layer_filter: LayerFilter | None,
+    groups: Groups | None,
 ) -> None:
     """Raise an error that gives a reason and advice if an epoch lacks something.
 
     Args:
-        report: Report of the epoch.
+        collector: Collector of this process.
+        sums: Sums of all ranks.
         layer_filter: Layers that the user has chosen; None for all.
         groups: Groups of the recording; None before its first mark.
 
@@ -207,185 +179,160 @@ def check_epoch(
         RuntimeError: Something was not measured.
     """
     # A recording without probes has only scalars.
-    if not report.probes:
+    if not collector.probes:
         return
-    _check_forwards(report, groups)
-    if not report.layers:
-        _raise_no_attention(report, layer_filter)
-    _check_layer_filter(
-        [entry.name for entry in report.layers], layer_filter, report.unsupported
-    )
-    counts = [entry.images for entry in report.layers if entry.probe.maps is not None]
-    images = report.sampling.images
-    # The first mark creates the groups of maps, so it needs a map to know their size.
-    if groups is None and images and counts and max(counts) <= images[0]:
-        raise RuntimeError(
-            f"nothing to mark: of the images asked for, {list(images)}, none was among the {max(counts)} seen"
-        )
+    lacking = _what_is_lacking(collector, sums, layer_filter, groups)
+    if lacking:
+        notes = "; ".join([f"{lacking} since the previous mark", *_notes(collector)])
+        raise RuntimeError(f"nothing to mark: {notes}")
+    # "name#1" is the second attention in a call of the module that the user names.
+    recorded = {name for layer, _ in sums for name in (layer, layer.split("#")[0])}
+    names = [layer_filter] if isinstance(layer_filter, str) else layer_filter
+    for name in () if names is None or callable(names) else names:
+        if not matching(recorded, name):
+            raise RuntimeError(
+                f"nothing was recorded of the layers asked for, {name!r}: "
+                f"{_reasons_inside(collector, name) or 'no attention was seen there'}"
+            )
 
 
-def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
-    """Raise an error if no forward, or no backward pass, reached the layers to measure."""
-    mode, training = (
-        report.sampling.mode,
-        f"{report.training_forwards} forwards in training mode",
-    )
-    advice = "run some before mark()"
-    if mode == "eval mode":
-        advice = "run the validation, with model.eval(), before mark()"
-    advice += (
-        "; if you evaluate a copy of the model, such as a moving average, record that copy"
-        + _describe_parts(report)
-    )
-    layers = report.layers
-    running = [entry for entry in layers if entry.probe.runs]
+def _what_is_lacking(
+    collector: Collector,
+    sums: Mapping[Key, EpochSums],
+    layer_filter: LayerFilter | None,
+    groups: Groups | None,
+) -> str:
+    mode, layers = collector.sampling.mode, collector.layers
+    names = _shorten(dict.fromkeys(layer for layer, _ in layers))
+    running = [key for key in sums if layers[key].probe.runs]
     if groups is not None:
         # Layers that the recording began without are not written, so they may be idle.
         recorded = {layer for group in groups.values() for layer in group.layers}
-        running = [entry for entry in running if entry.name in recorded] or running
+        running = [key for key in running if key[0] in recorded] or running
+    has_run = any(sums[key].images for key in running)
     # A model may skip some layers, as in LayerDrop.
-    if running and not any(entry.sums.images for entry in running):
-        names = _shorten(dict.fromkeys(entry.name for entry in running))
-        raise RuntimeError(
-            f"nothing to mark: no image in {mode} reached {names} since the previous mark ({training}); {advice}"
-        )
+    if running and not has_run:
+        return f"no image in {mode} reached {names}"
     # If all probes measure only gradients, there are neither images nor a state, so backward passes are checked.
     if layers and not any(
-        entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers
+        layer.probe.runs or layer.probe.state or sums[key].squares
+        for key, layer in layers.items()
     ):
-        raise RuntimeError(
-            f"nothing to mark: no gradient reached {_shorten([entry.name for entry in layers])} since the previous "
-            f"mark; run some backward passes before mark(), and see that the parameters are not frozen"
+        return f"no gradient reached {names}, which are perhaps frozen,"
+    if collector.attention_probes and not (collector.forwards.measured or has_run):
+        what = f"attention is to be measured, and no forward in {mode} began"
+        return f"{what} (or leave the probes of attention out)" if layers else what
+    if not layers and layer_filter is not None:
+        return f"no attention was seen in the layers asked for, {layer_filter!r},"
+    if not layers:
+        return f"no attention was seen in {collector.model_class}"
+    images = collector.sampling.images
+    counts = [collector.sums.images(key) for key in layers if layers[key].probe.maps]
+    # The first mark creates the groups of maps, so it needs a map to know their size.
+    if groups is None and images and counts and max(counts) <= images[0]:
+        return f"of the images asked for, {list(images)}, none was among the {max(counts)} seen"
+    return ""
+
+
+def _notes(collector: Collector) -> list[str]:
+    """Return what may explain that nothing was measured, and advice."""
+    forwards, names = collector.forwards, collector.names
+    notes = [f"{forwards.training_forwards} forwards were in training mode"]
+    if collector.sampling.mode == "eval mode":
+        notes.append("run the validation, with model.eval(), before mark()")
+    notes.append("of a copy, such as a moving average, record that copy")
+    if forwards.called_parts:
+        notes.append(
+            f"parts of the model were called: {_shorten(forwards.called_parts)}"
         )
-    if report.missed_attention:
-        alternative = ", or leave the probes of attention out" if layers else ""
-        raise RuntimeError(
-            f"nothing to mark: attention is to be measured, and no forward in {mode} began since the previous mark "
-            f"({training}); {advice}{alternative}"
+    compiled = [
+        name
+        for module, name in names.items()
+        if name and getattr(module, COMPILED_CALL, None) is not None
+    ]
+    if compiled:
+        notes.append(
+            f"the parts {_shorten(compiled)} are compiled, and are seen only in calls of the model: compile them as "
+            f"model.part = torch.compile(model.part)"
         )
-
-
-def _describe_parts(report: EpochReport) -> str:
-    """Return the parts that were called, and those that cannot be followed."""
-    text = ""
-    if report.called_parts:
-        text += f"; parts of the model were called: {_shorten(report.called_parts)}"
-    if report.compiled_parts:
-        text += (
-            f"; the parts {_shorten(report.compiled_parts)} are compiled, and are seen only in calls of the model: "
-            f"compile them as model.part = torch.compile(model.part)"
+    if collector.stream.unsupported:
+        notes.append(f"layers that look like attention: {collector.stream.unsupported}")
+    if collector.missing:
+        notes.append(f"what the probes do not measure: {collector.missing}")
+    like = [name for module, name in names.items() if looks_like_attention(module)]
+    if not collector.layers:
+        notes.append(f"layers that are named like attention: {_shorten(like)}")
+        notes.append(
+            "tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
+            "measures other layers"
         )
-    return text
+    return notes
 
 
-def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -> None:
-    unsupported = (
-        f"; layers that look like attention: {report.unsupported}"
-        if report.unsupported
-        else ""
-    )
-    if report.missing:
-        unsupported += f"; attention that the probes do not measure: {report.missing}"
-    unsupported += _describe_parts(report)
-    if layer_filter is not None:
-        layers = report.attention_like
-        advice = f": such layers of this model are {_shorten(layers)}" if layers else ""
-        raise RuntimeError(
-            f"nothing to mark: no attention was seen in the layers asked for, {layer_filter!r}{unsupported}{advice}"
-        )
-    raise RuntimeError(
-        f"nothing to mark: no attention was seen in {report.model_class} (with {report.training_forwards} forwards in "
-        f"training mode, which are not measured){unsupported}. If it did see images in {report.sampling.mode}, it has "
-        f"no layer that can be recorded: tcnn_model.reparameterize(model) turns the last convolutions of a CNN into "
-        f"GPSA layers, and probes= measures other layers"
-    )
+def _reasons_inside(collector: Collector, name: str) -> dict[str, str]:
+    """Return the reasons why parts of a layer are not recorded."""
+    return {
+        layer: reason
+        for layer, reason in collector.stream.unsupported.items()
+        if f"{layer}.".startswith(f"{name}.")
+    }
 
 
-def _check_layer_filter(
-    layers: Iterable[str],
-    layer_filter: LayerFilter | None,
-    unsupported: Mapping[str, str],
-) -> None:
-    """Raise an error if a name or glob matches no recorded layer."""
-    if layer_filter is None or callable(layer_filter):
-        return
-    # "name#1" is the second attention in a call of the module that the user names.
-    recorded = {name for layer in layers for name in (layer, layer.split("#")[0])}
-    for pattern in (layer_filter,) if isinstance(layer_filter, str) else layer_filter:
-        if matching(recorded, pattern):
-            continue
-        inside = [
-            layer
-            for layer in unsupported
-            if layer == pattern or layer.startswith(f"{pattern}.")
-        ]
-        reasons = {layer: unsupported[layer] for layer in inside}
-        why = f": {reasons}" if reasons else ": no attention was seen there"
-        raise RuntimeError(
-            f"nothing was recorded of the layers asked for, {pattern!r}{why}"
-        )
-
-
-def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str]:
+def warn_of_idle_probes(
+    kinds: Collection[str], collector: Collector, sums: Mapping[Key, EpochSums]
+) -> list[str]:
     """Return warnings of probes that the user has named and that have no layer, or no parameters to read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
     """
-    kinds_with_layers = {entry.probe.kind for entry in report.layers}
+    with_layers = {kind for _, kind in sums}
     # The default probes include GPSA and softmax, and few models have both.
-    idle = [
-        kind
-        for kind in kinds
-        if kind not in kinds_with_layers
-        and not (kind in DEFAULT and kinds_with_layers & {*DEFAULT})
-    ]
+    expected = {*DEFAULT} if with_layers & {*DEFAULT} else set()
+    idle = [kind for kind in kinds if kind not in with_layers | expected]
     warned = [f"no layer was found for the probes {idle}"] if idle else []
-    for probe in report.probes:
-        entries = [entry for entry in report.layers if entry.probe.kind == probe.kind]
-        measured = {name for entry in entries for name in entry.sums.sums}
+    for probe in collector.probes:
+        entries = [total for (_, kind), total in sums.items() if kind == probe.kind]
+        measured = {name for total in entries for name in total.sums}
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
         # A probe that has read some of its variables fits the model.
-        has_state = any(entry.sums.state for entry in entries)
+        has_state = any(total.state for total in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:
             warned.append(
-                f"{report.model_class} has no {unread} for the probe {probe.kind!r} to read"
+                f"{collector.model_class} has no {unread} for the probe {probe.kind!r} to read"
             )
     return warned
 
 
-def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
+def warn_of_mixed_sizes(sums: Mapping[Key, EpochSums]) -> list[str]:
     """Return a warning if layers that saw images of several sizes have no content information, else an empty list."""
     layers = list(
         dict.fromkeys(
-            entry.name
-            for entry in report.layers
-            if None in entry.sums.patterns.values()
+            layer
+            for (layer, _), total in sums.items()
+            if None in total.patterns.values()
         )
     )
-    return (
-        [
-            f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"
-        ]
-        if layers
-        else []
-    )
+    if not layers:
+        return []
+    return [
+        f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"
+    ]
 
 
 def warn_of_changed_images(
     hashes: Mapping[str, str], stored: Mapping[str, str]
 ) -> list[str]:
     """Return a warning if images differ from those whose hashes were stored, else an empty list."""
-    numbers = [
-        int(number)
+    changed = [
+        number
         for number, image_hash in hashes.items()
         if stored.get(number, image_hash) != image_hash
     ]
-    if not numbers:
+    if not changed:
         return []
-    shown = numbers if len(numbers) < 5 else [*numbers[:3], "..."]
     return [
-        f"the images {shown} of this epoch are not those of the epochs before, so their maps cannot be compared: "
-        f"give a validation loader with shuffle=False and without random augmentation"
+        f"the images [{', '.join(_shorten(changed))}] of this epoch are not those of the epochs before, so their maps "
+        f"cannot be compared: give a validation loader with shuffle=False and without random augmentation"
     ]
 
 

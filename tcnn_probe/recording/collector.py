@@ -2,8 +2,8 @@
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,35 +19,22 @@ from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.recording.accumulator import Accumulator
 from tcnn_probe.recording.forwards import ForwardCounter
-from tcnn_probe.recording.image_sums import ImageSums, Key
 from tcnn_probe.recording.measured import (
     MAPS_BY_CLASS,
     Measured,
     check_measured,
     select_classes,
 )
+from tcnn_probe.recording.measured_layer import MeasuredLayer
 from tcnn_probe.recording.options import Sampling
-from tcnn_probe.recording.sums import EpochSums
+from tcnn_probe.recording.running_sums import RunningSums
+from tcnn_probe.recording.sums import EpochSums, Key
 
-__all__ = ["Collector", "RankSums"]
+__all__ = ["Collector"]
 
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 UNREACHED = "no image reached it before the mark of"
-
-
-@dataclass(frozen=True)
-class RankSums:
-    """Measurements of one process since the previous mark.
-
-    Args:
-        sums: Sums by layer and kind of probe.
-        missed_attention: Whether attention should be measured, but no forward with attention to measure has begun.
-    """
-
-    sums: Mapping[Key, EpochSums]
-    missed_attention: bool
 
 
 class Collector(AttentionListener):
@@ -55,10 +42,12 @@ class Collector(AttentionListener):
 
     Attributes:
         names: Names of the modules.
-        layers: Names of the layers to measure; None for all.
+        chosen: Names of the layers to measure; None for all.
         probes: Probes that measure them.
         sampling: Forwards, images and classes to measure.
-        accumulators: Sums by layer and kind of probe.
+        layers: Measured layers, by name and kind of probe; those with attention are known after their first forward.
+        sums: Sums and maps since the previous mark.
+        earlier: Sums since the previous mark of a process that was killed.
         missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
         advice: Arguments that the user can give for layers without a known grid, by layer.
         order: Positions of the layers in the model, by name.
@@ -82,38 +71,38 @@ class Collector(AttentionListener):
         sampling: Sampling,
         tokens: GivenTokens,
     ) -> None:
-        self._model = model
-        self.layers = layers
+        self.chosen = layers
         self.probes = probes
         self.sampling = sampling
-        self._attention_probes = [
+        self.attention_probes = [
             probe for probe in probes if probe.attention is not None
         ]
+        self._is_detailed = any(probe.detailed for probe in self.attention_probes)
         self.names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
         self.order = {name: place for place, name in enumerate(self.names.values())}
-        self.accumulators: dict[Key, Accumulator] = {}
-        self._numbers = ImageSums()
+        self.layers: dict[Key, MeasuredLayer] = {}
+        self.earlier: list[Mapping[Key, EpochSums]] = []
+        self.sums = RunningSums()
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         # Code that is hidden from this recorder runs at a greater depth, and its gradients are ignored.
         self._depth = hidden_depth()
-        self._map_images: dict[str, frozenset[int]] = {}
-        for probe in probes:
-            self._map_images[probe.kind] = frozenset(
-                sampling.images if probe.images is None else probe.images
-            )
+        self.map_images = {
+            probe.kind: sampling.images if probe.images is None else probe.images
+            for probe in probes
+        }
         self.forwards = ForwardCounter(
             model,
             self.names,
             sampling,
-            frozenset(sampling.images).union(*self._map_images.values()),
+            {*sampling.images}.union(*self.map_images.values()),
             self._begins_forward,
             self._is_full,
         )
         self.lock = threading.RLock()
-        self._measuring: dict[nn.Module, list[Accumulator]] = {}
-        self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
+        self._measuring: dict[nn.Module, list[MeasuredLayer]] = {}
+        self._parts: dict[nn.Module, dict[str, nn.Module]] = {}
         self._attach_probes()
         self._watched_parts = {
             part for parts in self._parts.values() for part in parts.values()
@@ -122,7 +111,7 @@ class Collector(AttentionListener):
         self.stream = AttentionStream(
             model,
             self,
-            layers=layers if self._attention_probes else (),
+            layers=layers if self.attention_probes else (),
             watched=self._measuring.keys() | self._watched_parts,
             tokens=tokens,
         )
@@ -136,31 +125,69 @@ class Collector(AttentionListener):
     def unmarked_images(self) -> int:
         """Number of images that were measured since the previous mark."""
         # Layers see different numbers of images if the model skips layers for some images.
-        return max((accumulator.images for accumulator in self._all()), default=0)
+        return max(map(self.sums.images, [*self.layers]), default=0)
 
     def remove(self) -> None:
         """Detach from the model. This may be called more than once."""
         self.stream.close()
-        for accumulator in self._all():
-            accumulator.gradients.remove()
+        for layer in self._all():
+            layer.gradients.remove()
 
     def reset(self) -> None:
         """Start the next epoch. A forward that is still running belongs to no epoch."""
+        self.earlier = []
         self.forwards.reset()
-        self._numbers.reset()
-        for accumulator in self._all():
-            accumulator.reset()
+        self.sums.reset()
+        for layer in self._all():
+            layer.gradients.reset()
 
-    def read_sums(self) -> RankSums:
+    def read_sums(self) -> dict[Key, EpochSums]:
         """Read the sums of this process. If parameters are sharded over ranks, all ranks must call this together."""
-        numbers = self._numbers.read()
-        sums = {}
+        sums = self.sums.read()
         # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
-        for key in sorted(self.accumulators):
-            sums[key] = self.accumulators[key].read(numbers.get(key, EpochSums()))
-        return RankSums(
-            sums, bool(self._attention_probes) and not self.forwards.measured
-        )
+        for key in sorted(self.layers):
+            layer_sums = sums.setdefault(key, EpochSums())
+            layer_sums.squares = self.layers[key].gradients.read()
+            layer_sums.state = self.layers[key].read_state()
+        return sums
+
+    def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
+        """Return the sums of all ranks, also of layers that only others have measured, and note what they lack."""
+        for part in parts:
+            for key in part:
+                self.expect(*key)
+        sums = {}
+        for key, layer in self.layers.items():
+            total = EpochSums.together(part[key] for part in parts if key in part)
+            for name, reason in total.reasons(layer.probe.variables).items():
+                self.note_missing(layer.name, [name], reason)
+            sums[key] = total
+        return sums
+
+    def measurements(self) -> dict[str, Any]:
+        """Return all that was measured since the previous mark, which :meth:`take_up` adds to another collector."""
+        with self.lock:
+            return {
+                "sums": [*self.earlier, self.read_sums()],
+                "maps": self.sums.maps,
+                "images": self.forwards.image_hashes.passed,
+                "samples": self.forwards.image_hashes.samples,
+            }
+
+    def take_up(
+        self,
+        sums: list[Mapping[Key, EpochSums]],
+        maps: dict[Key, dict[int, dict[str, Tensor]]],
+        images: int,
+        samples: dict[int, Tensor],
+    ) -> None:
+        """Take up the measurements of a process that was killed; this collector has measured nothing."""
+        self.earlier = sums
+        for key in maps:
+            self.expect(*key)
+        self.sums.maps = maps
+        self.forwards.image_hashes.passed = images
+        self.forwards.image_hashes.samples = samples
 
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
@@ -180,72 +207,55 @@ class Collector(AttentionListener):
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
-        if any(probe.detailed for probe in self._attention_probes):
+        if self._is_detailed:
             # All probes get a detailed attention, so that they share one pass over the logits.
             attention = replace(attention, detailed=True)
-        for probe in self._attention_probes:
+        layer, layout = attention.name, attention.layout
+        for probe in self.attention_probes:
             if probe.module_type is not None and not probe.applies_to(attention.module):
                 continue
             assert probe.attention is not None
-            room = self._room(attention.name, probe)
+            room = self._room(layer, probe)
+            # Probes share what an attention has computed, unless their limits differ.
             limited = attention if room is None else replace(attention, limit=room)
             try:
                 measured = probe.attention(limited)
             except NotMeasuredError as reason:
-                self.note_missing(attention.name, probe.variables, str(reason))
-                continue
-            values = check_measured(probe, measured, by_image=True)
-            if values:
-                self._pending.append(self._measured(probe, values, limited))
-        layout = attention.layout
+                self.note_missing(layer, probe.variables, str(reason))
+            else:
+                self._keep(probe, measured, limited)
         if layout.advice:
-            self.advice[attention.name] = layout.advice
+            self.advice[layer] = layout.advice
         if layout.reason:
-            known = {
-                name for probe in self._attention_probes for name in probe.variables
-            }
-            self.note_missing(
-                attention.name,
-                known & {"attention_distance", "uniform_distance"},
-                layout.reason,
-            )
+            lacking = {"attention_distance", "uniform_distance"}
+            known = [
+                name for probe in self.attention_probes for name in probe.variables
+            ]
+            self.note_missing(layer, lacking.intersection(known), layout.reason)
 
     def returned(self, call: ModuleCall, output: Any) -> None:
         """Measure a module that has run, or keep its call if it is a part that probes of its parent need."""
         module, inputs = call
         if module in self._watched_parts:
-            self._calls[module] = ForwardCall(
-                module, self.names[module], inputs, output
-            )
-        accumulators = self._measuring.get(module, ())
-        if not accumulators:
-            return
+            name = self.names[module]
+            self._calls[module] = ForwardCall(module, name, inputs, output)
         submodules = self._parts.get(module, {})
         parts = {
             name: self._calls[part]
             for name, part in submodules.items()
             if part in self._calls
         }
-        for accumulator in accumulators:
-            probe, layer = accumulator.probe, accumulator.name
+        for measuring in self._measuring.get(module, ()):
+            probe, layer = measuring.probe, measuring.name
+            assert probe.measure is not None
             # The probe sees the parameters that the forward used, including the edits of ablations.
             with named_in_errors(layer):
-                limit = self._room(layer, probe)
+                limit, verification = self._room(layer, probe), self.stream.verification
                 measured_call = ForwardCall(
-                    module,
-                    layer,
-                    inputs,
-                    output,
-                    parts,
-                    limit,
-                    self.stream.verification,
+                    module, layer, inputs, output, parts, limit, verification
                 )
-                assert probe.measure is not None
                 measure = partial(probe.measure, measured_call)
-                measured = run_with_gates(module, measure)
-                values = check_measured(probe, measured, by_image=True)
-                if values:
-                    self._pending.append(self._measured(probe, values, measured_call))
+                self._keep(probe, run_with_gates(module, measure), measured_call)
         # Calls of the parts are dropped: their tensors may be large, and the next call of the module has new ones.
         for part in submodules.values():
             self._calls.pop(part, None)
@@ -264,25 +274,23 @@ class Collector(AttentionListener):
                 for measured in pending
                 if measured.probe.attention is None or measured.layer in layers
             ]
-            self._numbers.add((measured.key, measured.values) for measured in pending)
+            self.sums.add(pending)
             for measured in pending:
-                self._add(measured, output if self.forwards.whole_model else None)
+                self._add_maps(measured, output if self.forwards.whole_model else None)
 
     def fails(self) -> None:
         """Discard the measurements of the forward."""
         self._clear()
 
     def _attach_probes(self) -> None:
-        names = {
-            probe.kind: probe.choose_layers(self.names.values())
-            for probe in self.probes
-        }
+        names = self.names.values()
+        chosen = {probe.kind: probe.choose_layers(names) for probe in self.probes}
         for module, name in self.names.items():
-            if self.layers is not None and name not in self.layers:
+            if self.chosen is not None and name not in self.chosen:
                 continue
             has_heads = False
             for probe in self.probes:
-                if name not in names[probe.kind] or not probe.applies_to(module):
+                if name not in chosen[probe.kind] or not probe.applies_to(module):
                     continue
                 # Of several probes that measure a layer's heads only the first is attached, as heads would count twice.
                 measures_heads = probe.place == "" and probe.runs
@@ -293,48 +301,42 @@ class Collector(AttentionListener):
 
     def _attach(self, name: str, module: nn.Module, probe: Probe) -> None:
         try:
-            accumulator = self._accumulator(name, module, probe)
+            layer = self._layer(name, module, probe)
         except NotMeasuredError as reason:
             self.note_missing(name, probe.variables, str(reason))
             return
         if probe.measure is not None:
-            self._measuring.setdefault(module, []).append(accumulator)
-            self._parts[module] = {**self._parts.get(module, {}), **probe.parts(module)}
+            self._measuring.setdefault(module, []).append(layer)
+            self._parts.setdefault(module, {}).update(probe.parts(module))
 
-    def _accumulator(self, layer: str, module: nn.Module, probe: Probe) -> Accumulator:
-        key = layer, probe.kind
-        if key not in self.accumulators:
-            self.accumulators[key] = Accumulator(
-                layer, module, probe, self._ignores_gradients
+    def _layer(self, name: str, module: nn.Module, probe: Probe) -> MeasuredLayer:
+        key = name, probe.kind
+        if key not in self.layers:
+            self.layers[key] = MeasuredLayer(
+                name, module, probe, self._ignores_gradients
             )
             # "name#1" has the position of the module "name".
-            self.order.setdefault(layer, self.order[self.names[module]])
-        return self.accumulators[key]
+            self.order.setdefault(name, self.order[self.names[module]])
+        return self.layers[key]
 
     def expect(self, layer: str, kind: str) -> None:
-        """Create an accumulator for a layer that only another rank or an earlier process has measured."""
-        if (layer, kind) not in self.accumulators:
-            probe = next(
-                probe for probe in self._attention_probes if probe.kind == kind
-            )
-            module = next(
-                module
-                for module, name in self.names.items()
-                # "name#1" is the second attention in a call of the module "name".
-                if name == layer.split("#")[0]
-            )
-            self._accumulator(layer, module, probe)
+        """Add a layer that only another rank or an earlier process has measured."""
+        if (layer, kind) not in self.layers:
+            probe = next(probe for probe in self.attention_probes if probe.kind == kind)
+            modules = {name: module for module, name in self.names.items()}
+            # "name#1" is the second attention in a call of the module "name".
+            self._layer(layer, modules[layer.split("#")[0]], probe)
 
-    def _all(self) -> list[Accumulator]:
-        # This is a copy, as a forward in another thread may add accumulators during an iteration.
-        return list(self.accumulators.values())
+    def _all(self) -> list[MeasuredLayer]:
+        # This is a copy, as a forward in another thread may add layers during an iteration.
+        return list(self.layers.values())
 
-    def note_missing(self, layer: str, variables: Collection[str], reason: str) -> None:
+    def note_missing(self, layer: str, variables: Iterable[str], reason: str) -> None:
         """Note why a layer is recorded without variables."""
         for variable in variables:
             self.missing.setdefault(variable, {})[layer] = reason
 
-    def note_absence(self, layer: str, variables: Collection[str], mark: str) -> None:
+    def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
         """Note that no image had reached a layer at a mark, unless another reason is known for a variable."""
         for variable in variables:
             reasons = self.missing.setdefault(variable, {})
@@ -345,13 +347,13 @@ class Collector(AttentionListener):
         return self.forwards.pauses > 0 or hidden_depth() > self._depth
 
     def _follow_gradients(self) -> None:
-        for accumulator in self._all():
-            accumulator.gradients.follow()
+        for layer in self._all():
+            layer.gradients.follow()
 
     def _begins_forward(self) -> bool:
         self._follow_gradients()
-        return bool(self._attention_probes) or any(
-            accumulator.probe.runs for accumulator in self._all()
+        return bool(self.attention_probes) or any(
+            layer.probe.runs for layer in self._all()
         )
 
     def _clear(self) -> None:
@@ -361,32 +363,31 @@ class Collector(AttentionListener):
 
     def _is_full(self) -> bool:
         # Layers may see different numbers of images; forwards are skipped once all layers have enough.
-        counts = [
-            accumulator.images for accumulator in self._all() if accumulator.probe.runs
-        ]
+        layers = [*self.layers.items()]
+        counts = [self.sums.images(key) for key, layer in layers if layer.probe.runs]
         limit = self.sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit
 
-    def _images_before(self, layer: str, probe: Probe) -> int:
+    def _images_before(self, key: Key) -> int:
         """Return the number of images that the layer has seen earlier in the epoch."""
-        key = layer, probe.kind
-        accumulator = self.accumulators.get(key)
-        return self._pending_images[key] + (accumulator.images if accumulator else 0)
+        return self._pending_images[key] + self.sums.images(key)
 
     def _room(self, layer: str, probe: Probe) -> int | None:
         """Return how many further images ``max_images`` allows; None for any number."""
         limit = self.sampling.max_images
-        return (
-            None if limit is None else max(0, limit - self._images_before(layer, probe))
-        )
+        if limit is None:
+            return None
+        return max(0, limit - self._images_before((layer, probe.kind)))
 
-    def _measured(
+    def _keep(
         self,
         probe: Probe,
         measured: Mapping[str, Tensor | Pattern],
         call: Attention | ForwardCall,
-    ) -> Measured:
-        """Return the measurements of a call with the maps of chosen images."""
+    ) -> None:
+        """Keep the measurements of a call, with the maps of chosen images, until the forward ends."""
+        if not check_measured(probe, measured, by_image=True):
+            return
         layer, patterns, values, images = call.name, {}, {}, 0
         for name, value in measured.items():
             if isinstance(value, Pattern):
@@ -401,91 +402,114 @@ class Collector(AttentionListener):
                 self.note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
             else:
                 values["cell_pixels"] = torch.full((images,), side)[: call.limit]
-        before, batch = self._images_before(layer, probe), images
-        self._pending_images[layer, probe.kind] += images
-        rows: list[int] = []
-        numbers: Sequence[int] = range(images)
-        maps: Mapping[str, Tensor] = {}
-        without_maps = ""
+        key = layer, probe.kind
+        # A layer may be called with other rows than the forward has images, as in a model of windows.
+        before, batch = self._images_before(key), images
         if self.forwards.batch:
             before, batch = self.forwards.before, self.forwards.batch
-            if isinstance(call, Attention):
-                numbers, without_maps = call.image_numbers or (), call.without_maps
-                # A layer without a grid has no maps of any image.
-                if without_maps and call.layout.keys is None:
-                    without_maps = call.layout.reason
-            elif images != batch:
-                numbers, without_maps = (), f"it has {images} rows for {batch} images"
+        self._pending_images[key] += images
+        numbers: Sequence[int] = ()
+        maps: Mapping[str, Tensor] = {}
         if probe.maps is not None:
-            map_images = self._map_images[probe.kind]
-            # The maps of a layer that is called twice in a forward are those of its first call.
-            taken = {
-                number
-                for measured in self._pending
-                if (measured.layer, measured.probe) == (layer, probe)
-                for number in measured.numbers
-            }
-            rows = [
-                row
-                for row, number in enumerate(numbers[: call.limit])
-                if before + number in map_images and number not in taken
-            ]
-            if rows:
-                maps = probe.maps(call, rows)
-            elif without_maps and map_images.intersection(
-                range(before, before + batch)
-            ).difference(before + number for number in taken):
+            numbers, maps = self._maps(probe, call, images, before, batch)
+        self._pending.append(
+            Measured(
+                layer,
+                call.module,
+                probe,
+                values,
+                patterns,
+                batch,
+                before,
+                numbers,
+                maps,
+            )
+        )
+
+    def _maps(
+        self,
+        probe: Probe,
+        call: Attention | ForwardCall,
+        images: int,
+        before: int,
+        batch: int,
+    ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
+        """Return the numbers in the forward of the chosen images, and their maps; note why there are none.
+
+        Args:
+            probe: Probe with maps.
+            call: Call that it measures.
+            images: Number of images of the call.
+            before: Number of images of the epoch before this forward.
+            batch: Number of images of the forward.
+        """
+        assert probe.maps is not None
+        layer, reason = (
+            call.name,
+            call.layout.reason if isinstance(call, Attention) else "",
+        )
+        numbers: Sequence[int] = range(images)
+        without_maps = ""
+        if self.forwards.batch and isinstance(call, Attention):
+            numbers, without_maps = call.image_numbers or (), call.without_maps
+            # A layer without a grid has no maps of any image.
+            if without_maps and call.layout.keys is None:
+                without_maps = reason
+        elif images != batch:
+            numbers, without_maps = (), f"it has {images} rows for {batch} images"
+        # The maps of a layer that is called twice in a forward are those of its first call.
+        taken = {
+            number
+            for measured in self._pending
+            if (measured.layer, measured.probe) == (layer, probe)
+            for number in measured.numbers
+        }
+        wanted = {
+            number - before
+            for number in self.map_images[probe.kind]
+            if number - before not in taken
+        }
+        rows = [
+            row for row, number in enumerate(numbers[: call.limit]) if number in wanted
+        ]
+        if not rows:
+            if without_maps and wanted.intersection(range(batch)):
                 self.note_missing(layer, probe.image_variables, without_maps)
+            return (), {}
+        maps = probe.maps(call, rows)
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
-            self.sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
+            self.sampling.check_classes(maps[MAPS_BY_CLASS].shape[1])
         # Without a grid there are no maps. If maps of classes are missing, select_classes gives the reason.
-        if rows and isinstance(call, Attention) and call.layout.reason:
+        if reason:
             lacking = probe.image_variables - maps.keys()
-            self.note_missing(
-                layer,
-                lacking - probe.class_variables if maps else lacking,
-                call.layout.reason,
-            )
-        return Measured(
-            layer=layer,
-            module=call.module,
-            probe=probe,
-            values=values,
-            patterns=patterns,
-            batch=batch,
-            before=before,
-            numbers=[numbers[row] for row in rows],
-            maps=maps,
-        )
+            lacking -= probe.class_variables if maps else set()
+            self.note_missing(layer, lacking, reason)
+        return [numbers[row] for row in rows], maps
 
     def _cell_pixels(self, attention: Attention) -> float | None:
         """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not square."""
         # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of the batch.
+        shapes = self.forwards.image_size
         size: Sequence[int] | None = self.stream.image_size
         if size is None:
-            size = next(
-                (shape for shape in self.forwards.image_size if len(shape) > 2), None
-            )
+            size = next((shape for shape in shapes if len(shape) > 2), None)
         # A model that crops, pads or resizes images embeds others than it gets.
-        elif not any(
-            size in (shape[-2:], shape[:2]) for shape in self.forwards.image_size
-        ):
+        elif not any(size in (shape[-2:], shape[:2]) for shape in shapes):
             return None
         if size is None or attention.cells is None:
             return None
         (height, width), (rows, columns) = size[-2:], attention.cells
         return height / rows if height * columns == width * rows else None
 
-    def _add(self, measured: Measured, output: Any) -> None:
-        probe, maps = measured.probe, measured.maps
-        accumulator = self._accumulator(measured.layer, measured.module, probe)
-        accumulator.add(measured.patterns, measured.images)
+    def _add_maps(self, measured: Measured, output: Any) -> None:
+        probe, layer, maps = measured.probe, measured.layer, measured.maps
+        self._layer(layer, measured.module, probe)
         if MAPS_BY_CLASS in maps:
             maps, reason = select_classes(
-                maps, self.sampling.classes, output, measured.numbers, measured.batch
+                maps, self.sampling, output, measured.numbers, measured.batch
             )
             if reason:
-                self.note_missing(measured.layer, probe.class_variables, reason)
+                self.note_missing(layer, probe.class_variables, reason)
         numbers = [measured.before + number for number in measured.numbers]
-        accumulator.add_maps(numbers, maps)
+        self.sums.add_maps(measured.key, probe, numbers, maps)

@@ -1,6 +1,6 @@
-"""Conversion of an epoch's report to the groups of a recording and the values of their arrays."""
+"""The numbers and maps of an epoch, as arrays of the groups of a recording."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,13 +8,16 @@ import numpy as np
 from torch import Tensor
 
 from tcnn_probe.probes import Probe
-from tcnn_probe.recording.epoch import MAPS_OF_CLASSES, EpochReport, LayerReport
+from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.measured_layer import MeasuredLayer
+from tcnn_probe.recording.sums import EpochSums, Key
 from tcnn_probe.schema import COUNTS, Group, Variable
 
 __all__ = [
+    "MAPS_OF_CLASSES",
+    "Groups",
     "LayerValues",
     "assemble",
-    "drop_unknown_layers",
     "groups_of",
     "map_values",
     "number_values",
@@ -24,156 +27,155 @@ __all__ = [
     "with_joined",
 ]
 
-Image = tuple[Variable, np.ndarray]
+Groups = Mapping[str, Group]
+MAPS_OF_CLASSES = "maps/classes/"
+"""Prefix of the paths of groups with maps of classes."""
 
 
-@dataclass
-class LayerValues:
-    """Values of a layer in one group.
+@dataclass(frozen=True)
+class LayerValues(Group):
+    """The values of one layer at a mark, as a group that has this layer only.
 
     Args:
         place: Path of the group.
         layer: Name of the layer.
-        maps: Whether the values are maps.
-        table: Entries of the layer table.
-        variables: Variables that the layer's probes have in this group.
         values: Values of the variables that were measured, with their dimensions but "layer".
-        coords: Labels along dimensions.
     """
 
-    place: str
-    layer: str
-    maps: bool
-    table: dict[str, Any] = field(default_factory=dict)
-    variables: dict[str, Variable] = field(default_factory=dict)
-    values: dict[str, np.ndarray] = field(default_factory=dict)
-    coords: dict[str, Sequence[Any]] = field(default_factory=dict)
+    place: str = ""
+    layer: str = ""
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def add(
-        self,
-        probe: Probe,
+    @classmethod
+    def of(
+        cls,
+        place: str,
+        layer: str,
+        probes: Sequence[Probe],
         variables: Mapping[str, Variable],
         values: Mapping[str, np.ndarray],
-    ) -> None:
-        """Add measurements of a probe."""
-        self.table.setdefault("kind", probe.kind)
-        self.variables |= variables
-        self.values |= values
-        sizes = self.sizes()
-        self.coords |= {
-            dim: labels for dim, labels in probe.coords.items() if dim in sizes
+        table: Mapping[str, Any],
+        coords: Mapping[str, Sequence[Any]],
+        *,
+        maps: bool = False,
+    ) -> "LayerValues":
+        """Return the values of a layer, with sizes that follow from them.
+
+        Args:
+            place: Path of the group.
+            layer: Name of the layer.
+            probes: Probes that measured it.
+            variables: Variables that these probes have in this group.
+            values: Values of those that were measured.
+            table: Entries of the layer table.
+            coords: Labels along dimensions, in addition to those of the probes.
+            maps: Whether the values are maps.
+
+        Raises:
+            ValueError: Values of the layer have other dimensions, or several sizes along one.
+        """
+        sizes: dict[str, int] = {}
+        for name, value in values.items():
+            for dim, size in zip(variables[name].dims[1:], value.shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ValueError(
+                        f"{layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
+                    )
+        # A layer may have fewer heads than its group. One without values yet has their number in the table only.
+        heads = {"heads": sizes["head"]} if "head" in sizes else {}
+        table = {"kind": probes[0].kind, **heads, **table}
+        if "heads" in table and any("head" in v.dims for v in variables.values()):
+            sizes.setdefault("head", table["heads"])
+        labels = {
+            dim: labels
+            for probe in probes
+            for dim, labels in probe.coords.items()
+            if dim in sizes
         }
-        if "head" in sizes:  # a layer may have fewer heads than its group
-            self.table["heads"] = sizes["head"]
+        return cls(
+            variables, {layer: table}, sizes, maps, {**labels, **coords},
+            place, layer, values,
+        )  # fmt: skip
 
     @property
     def has_run(self) -> bool:
         """True unless no image has reached the layer; what is read from parameters needs none."""
         return self.maps or bool(self.values.get("images", True))
 
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of dimensions, as far as the values determine them."""
-        sizes: dict[str, int] = {}
-        for name, value in self.values.items():
-            dims = self.variables[name].dims[1:]
-            if len(dims) != value.ndim:
-                raise ValueError(
-                    f"expected {name!r} of {self.layer!r} to have the dimensions {dims}, got the shape {value.shape}"
-                )
-            for dim, size in zip(dims, value.shape, strict=True):
-                if sizes.setdefault(dim, size) != size:
-                    raise ValueError(
-                        f"{self.layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
-                    )
-        if "heads" in self.table and any(
-            "head" in variable.dims for variable in self.variables.values()
-        ):
-            # A layer without values yet has its number of heads in the table only.
-            sizes.setdefault("head", self.table["heads"])
-        return sizes
 
-
-def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
+def number_values(
+    collector: Collector, sums: Mapping[Key, EpochSums]
+) -> list[LayerValues]:
     """Return the numbers of each layer, without maps."""
-    entries: dict[tuple[str, str], LayerValues] = {}
-    for layer in layers:
-        probe, sums = layer.probe, layer.sums
-        key = probe.place, layer.name
-        # Several probes of one group can measure the same layer; they share its entry.
-        entry = entries.setdefault(key, LayerValues(*key, maps=False))
-        values = sums.finish(probe.variables)
-        variables = {
-            name: probe.variables[name]
-            for name in probe.variables
-            if name not in probe.image_variables
-        }
-        if probe.runs:
-            variables |= COUNTS
-            values |= {
-                "images": np.array(float(sums.images)),
-                "nonfinite_images": np.array(float(sums.nonfinite)),
+    members: dict[tuple[str, str], list[MeasuredLayer]] = {}
+    # Several probes of one group can measure the same layer.
+    for layer in collector.layers.values():
+        members.setdefault((layer.probe.place, layer.name), []).append(layer)
+    entries = []
+    for (place, name), layers in members.items():
+        variables: dict[str, Variable] = {}
+        values: dict[str, np.ndarray] = {}
+        table: dict[str, Any] = {}
+        for layer in layers:
+            probe = layer.probe
+            total = sums.get((name, probe.kind), EpochSums())
+            table |= layer.facts()
+            values |= total.finish(probe.variables)
+            variables |= {
+                variable: about
+                for variable, about in probe.variables.items()
+                if variable not in probe.image_variables
             }
-        entry.add(probe, variables, values)
-        entry.table |= layer.facts
-    return list(entries.values())
-
-
-def map_values(report: EpochReport) -> list[LayerValues]:
-    """Return the maps of chosen images and their numbers; layers whose maps have the same shape share a group."""
-    entries: dict[tuple[str, str], LayerValues] = {}
-    for layer in report.layers:
-        probe = layer.probe
-        for number, maps in layer.maps.items():
-            images = {
-                name: _as_image(probe.variables[name], value)
-                for name, value in maps.items()
-            }
-            # Maps of classes have an axis that other maps lack, so they belong to another group.
-            for names in (
-                maps.keys() - probe.class_variables,
-                maps.keys() & probe.class_variables,
-            ):
-                place = (
-                    probe.place
-                    if probe.images
-                    else _place_of_maps([images[name] for name in names])
-                )
-                entry = entries.setdefault(
-                    (place, layer.name), LayerValues(place, layer.name, maps=True)
-                )
-                for name in sorted(names):
-                    _add_image(entry, layer, name, number, images[name], report)
-    return [entry for entry in entries.values() if entry.values]
-
-
-def _add_image(
-    entry: LayerValues,
-    layer: LayerReport,
-    name: str,
-    number: int,
-    image: Image,
-    report: EpochReport,
-) -> None:
-    variable, array = image
-    numbers = (
-        report.sampling.images if layer.probe.images is None else layer.probe.images
-    )
-    if name not in entry.values:
-        entry.add(
-            layer.probe,
-            {name: variable},
-            {name: _empty((len(numbers), *array.shape), variable)},
+            if probe.runs:
+                variables |= COUNTS
+                values["images"] = np.array(float(total.images))
+                values["nonfinite_images"] = np.array(float(total.nonfinite))
+        probes = [layer.probe for layer in layers]
+        entries.append(
+            LayerValues.of(place, name, probes, variables, values, table, {})
         )
-        entry.coords["image"] = list(numbers)
-    if "class" in variable.dims:
-        classes = report.sampling.classes
-        entry.table["classes"] = classes.plain
-        if classes.indices:
-            entry.coords["class"] = classes.indices
-    entry.values[name][numbers.index(number)] = array
+    return entries
 
 
-def _as_image(variable: Variable, value: Tensor) -> Image:
+def map_values(collector: Collector) -> list[LayerValues]:
+    """Return the maps of chosen images and their numbers; layers whose maps have the same shape share a group."""
+    sampling, entries = collector.sampling, []
+    for key, layer in collector.layers.items():
+        probe, numbers = layer.probe, collector.map_images[layer.probe.kind]
+        variables: dict[str, dict[str, Variable]] = {}
+        values: dict[str, dict[str, np.ndarray]] = {}
+        for number, tensors in collector.sums.maps.get(key, {}).items():
+            for names in (
+                sorted(tensors.keys() - probe.class_variables),
+                # Maps of classes have an axis that other maps lack, so they belong to another group.
+                sorted(tensors.keys() & probe.class_variables),
+            ):
+                maps = {x: _as_image(probe.variables[x], tensors[x]) for x in names}
+                place = probe.place if probe.images else _place_of_maps(maps)
+                rows = values.setdefault(place, {})
+                for name, (variable, array) in maps.items():
+                    variables.setdefault(place, {})[name] = variable
+                    if name not in rows:
+                        rows[name] = _empty((len(numbers), *array.shape), variable)
+                    rows[name][numbers.index(number)] = array
+        for place, rows in values.items():
+            coords: dict[str, Sequence[Any]] = {"image": list(numbers)}
+            table = {}
+            if place.startswith(MAPS_OF_CLASSES):
+                table["classes"] = sampling.plain_classes
+                if sampling.classes:
+                    coords["class"] = sampling.classes
+            if rows:
+                entries.append(
+                    LayerValues.of(
+                        place, layer.name, [probe], variables[place], rows, table,
+                        coords, maps=True,
+                    )
+                )  # fmt: skip
+    return entries
+
+
+def _as_image(variable: Variable, value: Tensor) -> tuple[Variable, np.ndarray]:
     """Return a map of one image, without the axis of a single window."""
     dims, array = variable.dims, value.cpu().numpy()
     # The axis is dropped if the whole image is a single window.
@@ -184,15 +186,14 @@ def _as_image(variable: Variable, value: Tensor) -> Image:
     return variable, array
 
 
-def _place_of_maps(images: Iterable[Image]) -> str:
+def _place_of_maps(maps: Mapping[str, tuple[Variable, np.ndarray]]) -> str:
     """Return the path of the group for maps of this shape."""
     sizes: dict[str, int] = {}
-    for variable, array in images:
+    for variable, array in maps.values():
         sizes |= zip(variable.dims[2:], array.shape, strict=False)
     # Layers share an array only if their maps have the same numbers of heads and windows and the same grid.
-    shape = "x".join(
-        str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes
-    )
+    dims = [dim for dim in ("head", "window", "y", "x") if dim in sizes]
+    shape = "x".join(str(sizes[dim]) for dim in dims)
     return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
 
 
@@ -212,35 +213,22 @@ def groups_of(
     for entry in sorted(entries, key=lambda entry: (order[entry.layer], entry.layer)):
         places.setdefault(entry.place, []).append(entry)
     for place, members in places.items():
-        sizes: dict[str, int] = {}
-        coords: dict[str, Sequence[Any]] = {}
-        variables: dict[str, Variable] = {}
-        table: dict[str, dict[str, Any]] = {}
-        for entry in members:
-            # A group can have one entry of the layer's numbers and another of its maps.
-            table[entry.layer] = table.get(entry.layer, {}) | entry.table
-            variables |= entry.variables
-            coords |= entry.coords
-            for dim, size in entry.sizes().items():
-                sizes[dim] = max(size, sizes.get(dim, 0))
-        # Variables without a value in any layer are left out, because the sizes of their dimensions are unknown.
+        group = Group.together(members)
+        # Variables without a value in any layer are left out if the sizes of their dimensions are unknown.
+        known = {"layer", *group.sizes}
         variables = {
             name: variable
-            for name, variable in variables.items()
-            if {*variable.dims} <= {"layer", *sizes}
+            for name, variable in group.variables.items()
+            if known.issuperset(variable.dims)
         }
         # A probe may have more labels than its layers have values.
-        coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
-        groups[place] = Group(
-            variables, table, sizes, any(entry.maps for entry in members), coords
-        )
+        coords = {dim: group.coords[dim][: group.sizes[dim]] for dim in group.coords}
+        groups[place] = replace(group, variables=variables, coords=coords)
     return groups
 
 
 def with_joined(
-    groups: Mapping[str, Group],
-    entries: Iterable[LayerValues],
-    order: Mapping[str, int],
+    groups: Groups, entries: Iterable[LayerValues], order: Mapping[str, int]
 ) -> dict[str, Group]:
     """Return the groups of a recording with the layers that have run for the first time, after those that are there."""
     known = {
@@ -255,27 +243,9 @@ def with_joined(
     ]
     extended = dict(groups)
     for place, group in groups_of(joining, order).items():
-        stored = groups.get(place)
-        if stored is None:
-            extended[place] = group
-        elif group.layers:
-            sizes = {**group.sizes, **stored.sizes}
-            sizes = {
-                dim: max(size, group.sizes.get(dim, 0)) for dim, size in sizes.items()
-            }
-            extended[place] = Group(
-                {**stored.variables, **group.variables},
-                {**stored.layers, **group.layers},
-                {dim: sizes[dim] for dim in (*stored.sizes, *group.sizes)},
-                stored.maps,
-                # The labels of the layer with more of them begin with those of the others.
-                {
-                    dim: max(
-                        stored.coords.get(dim, ()), group.coords.get(dim, ()), key=len
-                    )
-                    for dim in {**stored.coords, **group.coords}
-                },
-            )
+        if group.layers or place not in groups:
+            members = [groups[place], group] if place in groups else [group]
+            extended[place] = Group.together(members)
     return extended
 
 
@@ -285,12 +255,12 @@ def _kind_of_place(place: str) -> str:
 
 
 def variables_without_run(
-    entries: Iterable[LayerValues], groups: Mapping[str, Group], probes: Iterable[Probe]
-) -> dict[str, Collection[str]]:
+    entries: Iterable[LayerValues], groups: Groups, probes: Iterable[Probe]
+) -> dict[str, set[str]]:
     """Return the variables that layers lack because no image has reached them, by layer."""
     of_kind = {probe.kind: probe.variables for probe in probes}
     by_layer = {(entry.place, entry.layer): entry for entry in entries}
-    lacking: dict[str, Collection[str]] = {}
+    lacking: dict[str, set[str]] = {}
     for place, group in groups.items():
         for layer, table in group.layers.items() if not group.maps else ():
             entry = by_layer.get((place, layer))
@@ -300,11 +270,21 @@ def variables_without_run(
     return lacking
 
 
-def drop_unknown_layers(
-    entries: Iterable[LayerValues], groups: Mapping[str, Group]
-) -> tuple[list[LayerValues], dict[str, list[str]]]:
-    """Return the entries without what the recording began without: layers, and names of variables by layer."""
-    known: list[LayerValues] = []
+def assemble(
+    entries: Iterable[LayerValues], groups: Groups
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
+    """Lay out the values of an epoch.
+
+    Returns:
+        Arrays of every variable of every group, filled with NaN (integers: -1) where a layer has no value; and what
+        the groups lack, because the recording began without it: layers, and names of variables by layer.
+    """
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for place, group in groups.items():
+        arrays[place] = {
+            name: _empty(group.shape(name), variable)
+            for name, variable in group.variables.items()
+        }
     dropped: dict[str, list[str]] = {}
     for entry in entries:
         group = groups.get(entry.place, Group({}, {}))
@@ -313,14 +293,15 @@ def drop_unknown_layers(
                 place = f" in {entry.place}" if entry.place else ""
                 dropped[f"{entry.layer}{place}"] = []
             continue
-        names = sorted(entry.values.keys() - group.variables.keys())
-        if names:
-            dropped[entry.layer] = [*dropped.get(entry.layer, ()), *names]
-        values = {
-            name: value for name, value in entry.values.items() if name not in names
-        }
-        known.append(replace(entry, values=values))
-    return known, dropped
+        row = [*group.layers].index(entry.layer)
+        for name, value in sorted(entry.values.items()):
+            if name not in group.variables:
+                dropped.setdefault(entry.layer, []).append(name)
+                continue
+            # A layer can have fewer heads or classes than its group: the rest keeps the fill value.
+            region: tuple[int | slice, ...] = (row, *map(slice, value.shape))
+            arrays[entry.place][name][region] = value
+    return arrays, dropped
 
 
 def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
@@ -338,18 +319,22 @@ def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
     return warned
 
 
-def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
+def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[str]:
     """Return a warning that names the layers with NaN or infinite numbers; an empty list if there are none."""
     counts: dict[str, int] = {}
     broken: list[str] = []
     for entry in entries:
+        recorded = groups.get(entry.place, Group({}, {}))
+        # Maps are not checked: they are NaN for images that were not seen.
+        if entry.maps or entry.layer not in recorded.layers:
+            continue
         images = int(entry.values.get("nonfinite_images", 0))
         if images:
             counts[entry.layer] = max(images, counts.get(entry.layer, 0))
-        # Maps are not checked: they are NaN for images that were not seen.
-        elif not entry.maps and not all(
+        elif not all(
             np.isfinite(value).all() or entry.variables[name].may_be_nan
             for name, value in entry.values.items()
+            if name in recorded.variables
         ):
             broken.append(entry.layer)
     warned = []
@@ -362,27 +347,3 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
             f"NaN or infinite values were recorded for these layers, from their parameters or gradients: {broken}"
         )
     return warned
-
-
-def assemble(
-    entries: Collection[LayerValues], groups: Mapping[str, Group]
-) -> dict[str, dict[str, np.ndarray]]:
-    """Return arrays of every variable of every group, filled with NaN (integers: -1) where a layer has no value."""
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    rows: dict[str, dict[str, int]] = {}
-    for place, group in groups.items():
-        arrays[place] = {
-            name: _empty(group.shape(name), variable)
-            for name, variable in group.variables.items()
-        }
-        rows[place] = {layer: row for row, layer in enumerate(group.layers)}
-    for entry in entries:
-        row = rows[entry.place][entry.layer]
-        for name, value in entry.values.items():
-            # A layer can have fewer heads or classes than its group: the rest keeps the fill value.
-            region: tuple[int | slice, ...] = (
-                row,
-                *(slice(0, size) for size in value.shape),
-            )
-            arrays[entry.place][name][region] = value
-    return arrays

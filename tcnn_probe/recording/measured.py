@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.probes import Probe
-from tcnn_probe.recording.image_sums import Key
-from tcnn_probe.recording.options import Classes
+from tcnn_probe.recording.options import Sampling
+from tcnn_probe.recording.sums import Key
 
 __all__ = ["MAPS_BY_CLASS", "Measured", "check_measured", "select_classes"]
 
@@ -72,40 +72,31 @@ def check_measured(
         TypeError: The measurements are not a mapping from variables to tensors.
         ValueError: A variable is unknown, or has other dimensions or another number of images.
     """
+    expected = f"expected the probe {probe.kind!r} to return"
     if not isinstance(measured, Mapping):
-        raise TypeError(
-            f"expected the probe {probe.kind!r} to return {{variable: tensor}}, got {measured!r}"
-        )
-    images = None
+        raise TypeError(f"{expected} {{variable: tensor}}, got {measured!r}")
+    images = next(
+        (len(x) for x in measured.values() if isinstance(x, Tensor) and x.ndim), None
+    )
     for name, value in measured.items():
         if name not in probe.variables:
-            raise ValueError(
-                f"the probe {probe.kind!r} measures {name!r}, which its variables do not describe"
-            )
+            raise ValueError(f"{expected} {[*probe.variables]}, got {name!r}")
         if by_image and isinstance(value, Pattern):
             continue
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"expected the probe {probe.kind!r} to return a tensor for {name!r}, got {value!r}"
-            )
+            raise TypeError(f"{expected} a tensor for {name!r}, got {value!r}")
         dims = (*["image"] * by_image, *probe.variables[name].dims[1:])
-        if value.ndim != len(dims):
+        if value.ndim != len(dims) or (by_image and len(value) != images):
+            of_images = f" of {images} images" if by_image else ""
             raise ValueError(
-                f"expected the probe {probe.kind!r} to return {name!r} with the dimensions {dims}, got the shape "
-                f"{tuple(value.shape)}"
+                f"{expected} {name!r} with the dimensions {dims}{of_images}, got the shape {tuple(value.shape)}"
             )
-        if by_image:
-            if images not in (None, len(value)):
-                raise ValueError(
-                    f"the probe {probe.kind!r} measures {images} images, and {len(value)} for {name!r}"
-                )
-            images = len(value)
     return measured
 
 
 def select_classes(
     maps: Mapping[str, Tensor],
-    classes: Classes,
+    sampling: Sampling,
     output: Any,
     rows: Sequence[int],
     images: int,
@@ -114,7 +105,7 @@ def select_classes(
 
     Args:
         maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K, height, width).
-        classes: Classes to keep.
+        sampling: Classes to keep.
         output: Output of the model; None if only parts of the model were called.
         rows: Indices of the n images in the forward.
         images: Number of images in the forward.
@@ -125,36 +116,27 @@ def select_classes(
     """
     maps = dict(maps)
     all_maps = maps.pop(MAPS_BY_CLASS)
-    if not (classes.top or classes.indices):
+    if not (sampling.top_classes or sampling.classes):
         return maps, ""
     scores, expected = None, (images, all_maps.shape[1])
     if isinstance(output, Tensor) and tuple(output.shape) == expected:
         scores = output.detach()[list(rows)].to(all_maps)
-    if classes.indices:
-        index = torch.tensor(classes.indices, device=all_maps.device).expand(
-            len(all_maps), -1
-        )
+    if sampling.classes:
+        index = torch.tensor(sampling.classes, device=all_maps.device)
+        index = index.expand(len(all_maps), -1)
     elif scores is not None:
-        index = scores.topk(min(classes.top, scores.shape[1])).indices
+        index = scores.topk(min(sampling.top_classes, scores.shape[1])).indices
     else:
         reason = f"its output does not have the shape {expected}"
         if output is None:
             reason = "the model was not called as a whole"
-        return (
-            maps,
-            f"{reason}, so its best classes are unknown: classes=[...] keeps maps of the classes that it names",
-        )
-    score = (
-        torch.full(index.shape, torch.nan).to(all_maps)
-        if scores is None
-        else scores.gather(1, index)
-    )
-    rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
+        advice = "classes=[...] keeps maps of the classes that it names"
+        return maps, f"{reason}, so its best classes are unknown: {advice}"
     # Indices of shape (n, 1) and (n, k) select k classes for each image: (n, k, height, width).
-    selected = all_maps[rows_of_maps, index]
-    return {
-        **maps,
-        MAPS_BY_CLASS: selected,
-        "class_index": index,
-        "class_score": score,
-    }, ""
+    image = torch.arange(len(all_maps), device=all_maps.device)[:, None]
+    maps |= {MAPS_BY_CLASS: all_maps[image, index], "class_index": index}
+    if scores is None:
+        maps["class_score"] = torch.full(index.shape, torch.nan).to(all_maps)
+    else:
+        maps["class_score"] = scores.gather(1, index)
+    return maps, ""

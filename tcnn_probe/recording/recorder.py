@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, get_args
 
 import xarray as xr
 from torch import nn
@@ -21,7 +21,6 @@ from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.checks import (
     check_epoch,
-    check_order,
     check_probes,
     check_resumed,
     check_same_recording,
@@ -29,13 +28,11 @@ from tcnn_probe.recording.checks import (
     warn_of_idle_probes,
     warn_of_mixed_sizes,
 )
-from tcnn_probe.recording.collector import Collector, RankSums
-from tcnn_probe.recording.epoch import EpochReport, report_epoch
+from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
 from tcnn_probe.recording.groups import (
     LayerValues,
     assemble,
-    drop_unknown_layers,
     groups_of,
     map_values,
     number_values,
@@ -50,11 +47,12 @@ from tcnn_probe.recording.options import (
     Sampling,
     When,
     check_along,
-    check_mode,
+    check_choice,
     parse_attributes,
     parse_mark,
 )
 from tcnn_probe.recording.ranks import Ranks, repeats_images, whole_parameters
+from tcnn_probe.recording.sums import EpochSums, Key
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
@@ -141,7 +139,7 @@ class Recorder:
     ) -> None:
         check_model(model)
         check_along(along)
-        check_mode(mode)
+        check_choice("mode", mode, get_args(Mode))
         tokens = GivenTokens(prefix_tokens, class_token, grid)
         sampling = Sampling.parse(when, every, max_images, images, classes)
         layer_names = wanted_layers(model, layers)
@@ -161,8 +159,6 @@ class Recorder:
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
         self._alarms: set[tuple[str, str, int | float]] = set()
-        # Sums since the previous mark of a process that was killed.
-        self._earlier_sums: list[RankSums] = []
         self._ranks = Ranks(distributed)
         # If anything fails here, hooks and locks are removed again.
         with ExitStack() as undo:
@@ -176,12 +172,10 @@ class Recorder:
                 model, found_probes, layer_names, sampling, tokens
             )
             undo.callback(self._collector.remove)
-            report = report_epoch(self._collector)
-            check_probes(report, chose_layers=layers is not None)
+            check_probes(self._collector)
             with self._ranks.agreed():
-                if self._store.groups is not None:
-                    # This is checked before anything is locked or written, so that an error leaves the store unchanged.
-                    check_same_recording(self._store, provenance(model), report)
+                # This is checked before anything is locked or written, so that an error leaves the store unchanged.
+                check_same_recording(self._store, provenance(model), self._collector)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
             self._collector.forwards.on_training = self._weights.check
@@ -195,7 +189,7 @@ class Recorder:
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the recorded layers, in the model's order; attention layers are known after the first forward."""
-        names = {name for name, _ in self._collector.accumulators}
+        names = {name for name, _ in self._collector.layers}
         return tuple(
             sorted(names, key=lambda name: (self._collector.order[name], name))
         )
@@ -266,50 +260,48 @@ class Recorder:
             number: object = unnamed[0]
             along = self._along
             raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
+        collector, ranks = self._collector, self._ranks
         # An error on one rank is raised on all ranks, as the others would wait for this rank in the next exchange.
-        with self._ranks.agreed():
+        with ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
                     "the recorder was removed: mark() works only inside the with block"
                 )
             mark = parse_mark(values, self._along, if_marked)
-        self._check_same_on_all_ranks(mark)
+        numbers = ranks.gather(mark.number)
+        if len({*numbers}) > 1:
+            raise ValueError(
+                f"expected the same {self._along} on all ranks, got {numbers}"
+            )
         warned: list[str] = []
         # With the lock, a forward in another thread ends before the sums are read, and belongs to this epoch, or after
         # they are reset, and belongs to none.
-        with self._collector.lock:
-            with whole_parameters(self._model), self._ranks.agreed():
-                sums = [*self._earlier_sums, self._collector.read_sums()]
-                repeats = self._ranks.together and repeats_images(self._model)
-            # Ranks that share a model's heads see the same images, which count once.
-            gathered = self._ranks.gather([] if repeats else sums)
-            sums_of_ranks = [part for parts in gathered for part in parts]
-            with self._ranks.agreed():
-                report = report_epoch(self._collector, sums_of_ranks)
-                if self._ranks.writes and not (
-                    mark.skips and mark.number in self.epochs
-                ):
-                    warned = self._write(mark, report)
-                    if self._watches_health:
-                        warned += self._warn_of_alarms()
-                elif self._ranks.writes:
+        with collector.lock:
+            with whole_parameters(self._model), ranks.agreed():
+                parts = [*collector.earlier, collector.read_sums()]
+                # Ranks that share a model's heads see the same images, which count once.
+                repeats = ranks.together and repeats_images(self._model)
+            gathered = ranks.gather([] if repeats else parts)
+            with ranks.agreed():
+                sums = collector.add_up([part for parts in gathered for part in parts])
+                if ranks.writes and mark.skips and mark.number in self.epochs:
                     _LOG.info(
                         "%s %s is marked already: skipped", self._along, mark.number
                     )
+                elif ranks.writes:
+                    warned = self._write(mark, sums)
             # The store is open on the first rank only.
-            self._marks = self._ranks.gather(self.epochs)[0]
-            self._collector.reset()
-            self._earlier_sums = []
-        warned += warn_of_idle_probes(self._named_kinds, report)
+            self._marks = ranks.gather(self.epochs)[0]
+            collector.reset()
+        # Warnings of idle probes are given once.
         if not self._has_marked:
+            warned += warn_of_idle_probes(self._named_kinds, collector, sums)
             _LOG.info(
                 "recording %s layers: %s", len(self.layers), _shorten(self.layers)
             )
             for layer, reason in self.unsupported.items():
                 _LOG.info("not recorded: %s (%s)", layer, reason)
         self._has_marked = True
-        # Warnings of idle probes are given once.
-        self._named_kinds = []
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -363,14 +355,11 @@ class Recorder:
 
     def __repr__(self) -> str:
         layers, marks, along = self.layers, self.epochs, self._along
-        missing = []
-        for variable, reasons in self.missing.items():
-            missing.append(
-                f"{variable} of {_count(len(reasons), 'layer')}: {next(iter(reasons.values()))}"
-            )
-        unsupported = [
-            f"{layer}: {reason}" for layer, reason in self.unsupported.items()
+        missing = [
+            f"{variable} of {_count(len(reasons), 'layer')}: {next(iter(reasons.values()))}"
+            for variable, reasons in self.missing.items()
         ]
+        unsupported = [f"{name}: {reason}" for name, reason in self.unsupported.items()]
         none_yet = "none yet: attention is found in the first forward"
         lines = {
             "layers": f"{len(layers)} ({_shorten(layers)})" if layers else none_yet,
@@ -380,101 +369,91 @@ class Recorder:
             "unsupported": "; ".join(unsupported) or "nothing",
             "kept in": self._store.name,
         }
-        title = f"Recorder of {self._collector.model_class}{', removed' if self._is_removed else ''}"
+        removed = ", removed" if self._is_removed else ""
+        title = f"Recorder of {self._collector.model_class}{removed}"
         return "\n".join(
             [title, *(f"  {name}: {text}" for name, text in lines.items())]
         )
 
-    def _check_same_on_all_ranks(self, mark: Mark) -> None:
-        numbers = self._ranks.gather(mark.number)
-        if len(set(numbers)) > 1:
-            numbers_of_ranks = ", ".join(
-                f"{number} on rank {rank}" for rank, number in enumerate(numbers)
-            )
-            raise ValueError(
-                f"expected the same {self._along} on all ranks, got {self._along} {numbers_of_ranks}"
-            )
-
-    def _write(self, mark: Mark, report: EpochReport) -> list[str]:
+    def _write(self, mark: Mark, sums: Mapping[Key, EpochSums]) -> list[str]:
         """Store an epoch, and return warnings; an error leaves the store unchanged."""
-        # All checks of the epoch come before the first write.
-        check_order(self._along, mark.number, self.epochs)
-        check_epoch(report, self._layer_filter, self._groups)
-        entries = number_values(report.layers) + map_values(report)
+        collector, store = self._collector, self._store
+        # All checks of the epoch come before the first write. This one is the usual mistake of a resumed run.
+        store.check_order(mark.number)
+        check_epoch(collector, sums, self._layer_filter, self._groups)
+        entries = number_values(collector, sums) + map_values(collector)
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and may extend them.
-        groups = self._groups or groups_of(entries, report.order)
-        stored = self._store.groups
-        if stored is not None and self._store.has_layers:
+        groups = self._groups or groups_of(entries, collector.order)
+        if store.groups is not None and store.has_layers:
             if self._groups is None:
-                check_resumed(stored, groups, report.probes)
-            groups = with_joined(stored, entries, report.order)
-        entries, dropped = drop_unknown_layers(entries, groups)
+                kinds = {probe.kind for probe in collector.probes}
+                check_resumed(store.groups, groups, kinds)
+            groups = with_joined(store.groups, entries, collector.order)
+        values, dropped = assemble(entries, groups)
         for layer, names in dropped.items():
-            self._collector.note_missing(layer, names, "the recording began without it")
-        warned = [text for text in warn_of_dropped(dropped) if text not in self._warned]
-        self._warned |= {*warned}
-        warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
+            collector.note_missing(layer, names, "the recording began without it")
+        attrs = store.attrs or {}
+        hashes = collector.forwards.image_hashes.read()
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
-        stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
-        if "images" not in self._warned:
-            changed = warn_of_changed_images(report.image_hashes, stored_hashes)
-            self._warned |= {"images"} if changed else set()
-            warned += changed
-        self._note_absent_layers(mark, entries, groups, report)
-        attrs = self._attributes(report)
-        if not self._store.has_layers:
-            maps_of = {"images": json.dumps(report.sampling.images)}
-            attrs = self._attrs | provenance(self._model) | maps_of | attrs
-        values = assemble(entries, groups)
-        self._store.append(mark.number, groups, values, mark.scalars, attrs=attrs)
+        changed = warn_of_changed_images(
+            hashes, json.loads(attrs.get("image_hashes", "{}"))
+        )
+        warned = self._once("images", changed)
+        for text in warn_of_dropped(dropped):
+            warned += self._once(text, [text])
+        warned += warn_of_nonfinite(entries, groups) + warn_of_mixed_sizes(sums)
+        self._note_absent_layers(mark, entries, groups)
+        attrs = self._attributes(hashes)
+        if not store.has_layers:
+            images = {"images": json.dumps(collector.sampling.images)}
+            attrs = self._attrs | provenance(self._model) | images | attrs
+        store.append(mark.number, groups, values, mark.scalars, attrs=attrs)
         # This is set after the write, so that a mark that failed does not fix the groups.
         self._groups = groups
-        return warned
+        return warned + (self._warn_of_alarms() if self._watches_health else [])
+
+    def _once(self, topic: str, texts: list[str]) -> list[str]:
+        """Return the warnings the first time that there are any of this topic, else an empty list."""
+        if not texts or topic in self._warned:
+            return []
+        self._warned.add(topic)
+        return texts
 
     def _note_absent_layers(
-        self,
-        mark: Mark,
-        entries: Iterable[LayerValues],
-        groups: Mapping[str, Group],
-        report: EpochReport,
+        self, mark: Mark, entries: Iterable[LayerValues], groups: Mapping[str, Group]
     ) -> None:
         """Note why layers have no values at this mark, or at the marks before they joined."""
-        absent = variables_without_run(entries, groups, report.probes)
+        collector = self._collector
+        absent = variables_without_run(entries, groups, collector.probes)
         for layer, variables in absent.items():
-            self._collector.note_absence(
-                layer, variables, f"{self._along} {mark.number}"
-            )
-        recorded = {
-            layer
-            for group in (self._store.groups or {}).values()
-            for layer in group.layers
-        }
+            collector.note_absence(layer, variables, f"{self._along} {mark.number}")
+        if not self._store.has_layers:
+            return
+        stored = (self._store.groups or {}).values()
+        recorded = {layer for group in stored for layer in group.layers}
         for entry in entries:
-            if self._store.has_layers and entry.layer not in recorded and entry.has_run:
-                self._collector.note_absence(
+            if entry.layer not in recorded and entry.has_run:
+                collector.note_absence(
                     entry.layer, entry.values, f"{self._along} {self.epochs[-1]}"
                 )
 
-    def _attributes(self, report: EpochReport) -> dict[str, str]:
+    def _attributes(self, hashes: Mapping[str, str]) -> dict[str, str]:
         """Return the reasons why layers or variables are not recorded, and the hashes of images, of all runs so far."""
         attrs = self._store.attrs or {}
-        unsupported, missing, hashes = (
+        unsupported, missing, stored_hashes = (
             json.loads(attrs.get(name, "{}"))
             for name in ("unsupported", "missing", "image_hashes")
         )
-        unsupported = {
-            layer: reason
-            for layer, reason in unsupported.items()
-            # A layer that an earlier run could not record may be recorded now.
-            if layer not in self.layers
-        }
+        # A layer that an earlier run could not record may be recorded now.
+        for layer in self.layers:
+            unsupported.pop(layer, None)
         for variable, layers in self.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
         return {
-            "unsupported": json.dumps({**unsupported, **report.unsupported}),
+            "unsupported": json.dumps(unsupported | self.unsupported),
             "missing": json.dumps(missing),
             # The first hash of an image is kept, so that all later epochs are compared with the same image.
-            "image_hashes": json.dumps({**report.image_hashes, **hashes}),
+            "image_hashes": json.dumps({**hashes, **stored_hashes}),
             WEIGHTS: self._weights.mark(),
         }
 
@@ -492,12 +471,12 @@ class Recorder:
         """Return warnings of layers that lack distances and maps, with advice, once for each layer."""
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.advice.items():
-            if layer in self.layers and layer not in self._warned:
-                layers.setdefault(advice, []).append(layer)
-                self._warned.add(layer)
+            if layer in self.layers:
+                layers.setdefault(advice, []).extend(self._once(layer, [layer]))
         return [
             f"no attention_distance and no maps of {', '.join(names)}: {advice}"
             for advice, names in layers.items()
+            if names
         ]
 
     def _warn_of_alarms(self) -> list[str]:

@@ -11,9 +11,10 @@ from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.probes.anatomy import ANATOMY, finish_information
 from tcnn_probe.schema import Variable
 
-__all__ = ["MIXED_SIZES", "EpochSums", "Sums", "add_patterns", "add_sums"]
+__all__ = ["MIXED_SIZES", "EpochSums", "Key", "Sums"]
 
-Sums = dict[str, tuple[np.ndarray, Any]]
+Key = tuple[str, str]  # layer and kind of probe
+Sums = dict[str, tuple[Any, Any]]
 """Sums by variable, each with the number of terms of each value."""
 
 MIXED_SIZES = (
@@ -24,7 +25,7 @@ MIXED_SIZES = (
 
 @dataclass
 class EpochSums:
-    """Sums of a layer's measurements by a probe, as plain arrays by variable that ranks can exchange.
+    """Sums of a layer's measurements by a probe, in arrays that ranks can exchange, or in tensors while they grow.
 
     Attributes:
         images: Number of images that the layer saw.
@@ -50,19 +51,23 @@ class EpochSums:
         self.nonfinite += other.nonfinite
         # All ranks have the same parameters, or have gathered them.
         self.state = self.state or other.state
-        add_patterns(self.patterns, other.patterns)
-        add_sums(self.sums, other.sums)
+        _add_terms(self.sums, other.sums)
+        # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
+        _add_terms(self.squares, other.squares)
         for name, value in other.largest.items():
             self.largest[name] = np.maximum(self.largest.get(name, value), value)
-        # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
-        add_sums(self.squares, other.squares)
+        for name, pattern in other.patterns.items():
+            if name not in self.patterns:
+                self.patterns[name] = pattern and pattern.copy()
+            elif total := self.patterns[name]:
+                self.patterns[name] = pattern and total.plus(pattern)
 
     @classmethod
-    def together(cls, ranks: Iterable["EpochSums"]) -> "EpochSums":
+    def together(cls, parts: Iterable["EpochSums"]) -> "EpochSums":
         """Add up the sums of several ranks."""
         total = cls()
-        for rank in ranks:
-            total.add(rank)
+        for part in parts:
+            total.add(part)
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
@@ -116,19 +121,7 @@ class EpochSums:
         return statistics
 
 
-def add_sums(totals: Sums, sums: Sums) -> None:
-    """Add sums and their numbers of terms to others."""
+def _add_terms(totals: Sums, sums: Sums) -> None:
     for name, (value, number) in sums.items():
         total, count = totals.get(name, (0, 0))
         totals[name] = total + value, count + number
-
-
-def add_patterns(
-    totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]
-) -> None:
-    """Add sums of attention to others; those of images of several sizes are None."""
-    for name, pattern in patterns.items():
-        if name not in totals:
-            totals[name] = pattern and pattern.copy()
-        elif total := totals[name]:
-            totals[name] = pattern and total.plus(pattern)

@@ -11,7 +11,7 @@ import xarray as xr
 from filelock import FileLock
 from zarr.buffer import default_buffer_prototype
 
-from tcnn_probe.schema import SCHEMA_VERSION, Group, StoreError
+from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, StoreError
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.directory import (
     LOCK,
@@ -144,6 +144,7 @@ class EpochStore:
             raise StoreError(
                 f"{self._place.name} was closed: open it again to continue it"
             )
+        self.check_order(mark)
         mark = self._as_stored(mark)
         self.hold()
         rows = self._rows(groups, values, scalars)
@@ -262,16 +263,24 @@ class EpochStore:
                 f"{length} are there"
             )
 
+    def check_order(self, mark: Mark) -> None:
+        """Raise StoreError if a mark is there already, or does not come after the others."""
+        if mark in self._marks:
+            raise StoreError(
+                f"{self._along} {mark} is already marked: record(..., mode='w') replaces the recording that is there; "
+                f"to continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
+            )
+        if self._marks and not mark > self._marks[-1]:
+            raise StoreError(
+                f"expected {self._along} to be later than the last one marked, {self._marks[-1]}, got {mark!r}"
+            )
+
     def _as_stored(self, mark: Mark) -> Mark:
-        """Return the mark in the type of earlier marks; StoreError if it is not greater than the last one."""
+        """Return the mark in the type of earlier marks."""
         last = self._marks[-1] if self._marks else None
         if isinstance(last, int) and isinstance(mark, float):
             raise StoreError(
                 f"expected an integer for {self._along!r} as for the marks before, got {mark!r}"
-            )
-        if last is not None and not mark > last:
-            raise StoreError(
-                f"expected {self._along!r} later than the last mark, {last}, got {mark!r}"
             )
         return float(mark) if isinstance(last, float) else mark
 
@@ -293,7 +302,7 @@ class EpochStore:
                     raise ValueError(
                         f"{join(path, name)}: expected shape {group.shape(name)}, got {row.shape}"
                     )
-        taken = {HEADS, ROOT, self._along, "layer", *groups[""].sizes}
+        taken = {HEADS, ROOT, self._along, *COORDINATES, *groups[""].sizes}
         taken |= {path.split("/")[0] for path in (*rows, *groups)}
         if self._root is not None:
             documents = {path.split("/")[0] for path in self._root.documents}
@@ -307,7 +316,7 @@ class EpochStore:
             is_path = not name or name.startswith(".") or "/" in name
             if is_path or name in taken:
                 raise ValueError(
-                    f"{name!r} is the name of something else in the recording: give the scalar another one"
+                    f"{name!r} is the name of something else in the recording, or a path: give the scalar another one"
                 )
             rows[name] = float(scalar)
         return rows

@@ -14,11 +14,13 @@ from tcnn_probe.storage.place import ROOT, Place
 
 __all__ = [
     "ALONG",
+    "BY_RUN",
     "COORDS",
     "GIVEN",
     "HEADS",
     "IDENTITY",
     "LAYERS",
+    "OWN_ATTRIBUTES",
     "UNREADABLE",
     "VERSION",
     "Root",
@@ -29,6 +31,22 @@ __all__ = [
 
 VERSION, ALONG, LAYERS, COORDS = "tcnn_probe_schema", "along", "layers", "coords"
 IDENTITY = "recording_id"
+BY_RUN = ("missing", "unsupported")
+"""Attributes with a table for each run, if several recordings are opened together."""
+OWN_ATTRIBUTES = frozenset(
+    [
+        VERSION,
+        ALONG,
+        LAYERS,
+        COORDS,
+        IDENTITY,
+        *BY_RUN,
+        "images",
+        "image_hashes",
+        "weights",
+    ]
+)
+"""Attributes that a recording writes itself; a user's attributes of these names would be lost or misread."""
 GIVEN = "As given to mark()."
 """Description of scalars, which tells them from recorded variables."""
 HEADS = "heads"

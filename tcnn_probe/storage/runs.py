@@ -20,25 +20,11 @@ from zarr.abc.store import Store
 
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.reading import open_recording
-from tcnn_probe.storage.root import ALONG, COORDS, IDENTITY, LAYERS, VERSION
+from tcnn_probe.storage.root import ALONG, BY_RUN, LAYERS, OWN_ATTRIBUTES
 
 __all__ = ["open_recordings"]
 
 Target = str | os.PathLike[str] | Store
-
-# Attributes that are kept separately for each run, in JSON, and attributes whose differences do not matter.
-_BY_RUN = ("missing", "unsupported")
-_NOT_OF_A_RUN = (
-    ALONG,
-    VERSION,
-    COORDS,
-    LAYERS,
-    IDENTITY,
-    "writer",
-    "images",
-    "image_hashes",
-    "weights",
-)
 
 
 def open_recordings(
@@ -140,7 +126,7 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
             coordinates[coordinate] = ("run", values)
         groups[path] = group.assign_coords(coordinates)
     shared = _shared(attributes)
-    for name in _BY_RUN:
+    for name in BY_RUN:
         if name not in shared:
             tables = [json.loads(attrs.get(name, "{}")) for attrs in attributes]
             shared[name] = json.dumps(dict(zip(trees, tables, strict=True)))
@@ -283,14 +269,11 @@ def _differing(attributes: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]
     shared = _shared(attributes)
     names = dict.fromkeys(name for attrs in attributes for name in attrs)
     differing = {}
-    for name in (
-        name for name in names if name not in (*shared, *_NOT_OF_A_RUN, *_BY_RUN)
-    ):
+    for name in (name for name in names if name not in OWN_ATTRIBUTES | shared.keys()):
         values = [attrs.get(name) for attrs in attributes]
         if all(value is None or type(value) in (int, float) for value in values):
-            differing[name] = np.array(
-                [np.nan if value is None else value for value in values]
-            )
+            numbers = [np.nan if value is None else value for value in values]
+            differing[name] = np.array(numbers)
         else:
             differing[name] = np.array([_text(value) for value in values])
     return differing

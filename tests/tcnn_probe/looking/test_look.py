@@ -22,7 +22,7 @@ from tcnn_probe.command_line import main
 from tcnn_probe.heads import TYPES
 from tcnn_probe.looking.costs import class_labels
 from tcnn_probe.looking.photographs import find_photographs
-from tcnn_probe.recording.interrupted import continue_measuring, keep_measurements
+from tcnn_probe.looking.unfinished import continue_measuring, keep_measurements
 from tests.extras import need
 from tests.tcnn_probe.reporting.made import held
 

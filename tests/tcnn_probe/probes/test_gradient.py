@@ -403,7 +403,7 @@ def test_an_epoch_of_training_only_can_be_marked_once_parameters_are_trained() -
     with tcnn_probe.record(model, probes="gradient") as recorder:
         with pytest.raises(
             RuntimeError,
-            match=r"no gradient reached \['blocks.0.attn', 'blocks.1.attn'\] since",
+            match=r"no gradient reached \['blocks.0.attn', 'blocks.1.attn'\]",
         ):
             recorder.mark(epoch=0)
         for epoch in range(2):

@@ -169,9 +169,7 @@ def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
         model(X[3:])
         recorder.mark(epoch=0)
         # The variable has no dimension, as the recording could not add one anyway.
-        recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
-            variable()
-        )
+        recorder._collector.layers["0", "own"].probe.variables["late"] = variable()
         # From here on measure() returns one variable more.
         late.append(True)
         model(X[3:])
@@ -256,12 +254,12 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
     "name": (
         bad(attention=lambda call: {"shar": torch.zeros(2)}),
         ValueError,
-        "'bad' measures 'shar', which",
+        r"'bad' to return \['share'\], got 'shar'",
     ),
     "shape": (
         bad(measure=lambda call: {"share": call.output.mean((2, 3))}),
         ValueError,
-        r"'image',\), got the shape",
+        r"'image',\) of 2 images, got the shape",
     ),
     "shape of state": (
         bad(state=lambda m: {"share": torch.zeros(1)}),

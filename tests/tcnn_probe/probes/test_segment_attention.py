@@ -17,10 +17,8 @@ from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ProductLogits
 from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
-from tcnn_probe.recording.accumulator import Accumulator
-from tcnn_probe.recording.epoch import LayerReport
-from tcnn_probe.recording.groups import assemble, groups_of, number_values
-from tcnn_probe.recording.image_sums import ImageSums
+from tcnn_probe.recording.measured import Measured
+from tcnn_probe.recording.running_sums import RunningSums
 from tcnn_probe.recording.sums import EpochSums
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.bruteforce import attention_of
@@ -266,17 +264,28 @@ def test_sums_of_ranks_add_up() -> None:
     shares[2, :, 2] = 0
     ranks = []
     for part in shares.split([4, 1]):
-        numbers, key = ImageSums(), ("layer", SEGMENT_ATTENTION.kind)
-        numbers.add([(key, {"segment_attention": part})])
-        sums = Accumulator("layer", nn.Identity(), SEGMENT_ATTENTION)
-        ranks.append(sums.read(numbers.read()[key]))
+        running = RunningSums()
+        running.add(
+            [
+                Measured(
+                    layer="layer",
+                    module=nn.Identity(),
+                    probe=SEGMENT_ATTENTION,
+                    values={"segment_attention": part},
+                    patterns={},
+                    batch=len(part),
+                    before=0,
+                    numbers=(),
+                    maps={},
+                )
+            ]
+        )
+        ranks.append(running.read()["layer", SEGMENT_ATTENTION.kind])
     together = EpochSums.together([*ranks, EpochSums()])
-    report = LayerReport("layer", SEGMENT_ATTENTION, {}, together)
-    entries = number_values([report])
-    arrays = assemble(entries, groups_of(entries, {"layer": 0}))
+    numbers = together.finish(SEGMENT_ATTENTION.variables)
     total = shares.double().sum(0)
     np.testing.assert_allclose(
-        arrays["segments"]["segment_attention"][0], total / total.sum(-1, keepdim=True)
+        numbers["segment_attention"], total / total.sum(-1, keepdim=True)
     )
 
 

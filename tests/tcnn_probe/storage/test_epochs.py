@@ -193,8 +193,8 @@ def test_wrong_marks_and_values_are_refused() -> None:
         add(store, mark)
     for wrong, message in (
         (2.5, "expected an integer for 'epoch' as for the marks before, got 2.5"),
-        (1, "expected 'epoch' later than the last mark, 1, got 1"),
-        (math.nan, "expected an integer for 'epoch' as for the marks before, got nan"),
+        (1, "epoch 1 is already marked"),
+        (math.nan, "later than the last one marked, 1, got nan"),
     ):
         with pytest.raises(StoreError, match=message):
             add(store, wrong, 2)

@@ -120,7 +120,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     store = create(path)
     store.dataset().load()
     open_recording(path).load()
-    with pytest.raises(StoreError, match="later than the last"):
+    with pytest.raises(StoreError, match="already marked"):
         add(store, 0)
     store.close()
     assert contents(path) == before

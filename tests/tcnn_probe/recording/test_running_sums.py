@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tcnn_probe import Probe, Variable
-from tcnn_probe.recording.accumulator import Accumulator
+from tcnn_probe.recording.running_sums import RunningSums
 
 
 @pytest.mark.parametrize(
@@ -18,14 +17,14 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
             ("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype
         )
     }
-    sums = Accumulator(
-        "layer", nn.Identity(), Probe("mine", about, measure=lambda call: {})
-    )
+    probe = Probe("mine", about, measure=lambda call: {})
     batch = torch.randn(7, 3, 5)
-    sums.add_maps([11, 13], {"map": batch[2:4]})
-    assert list(sums.maps) == [11, 13]
-    for image, row in zip(sums.maps, (2, 3), strict=True):
-        stored = sums.maps[image]["map"]
+    sums = RunningSums()
+    sums.add_maps(("layer", "mine"), probe, [11, 13], {"map": batch[2:4]})
+    maps = sums.maps["layer", "mine"]
+    assert list(maps) == [11, 13]
+    for image, row in zip(maps, (2, 3), strict=True):
+        stored = maps[image]["map"]
         assert torch.equal(stored, batch[row].to(stored.dtype))
         # A view would hold the whole batch until the end of the epoch.
         assert stored.untyped_storage().nbytes() == 3 * 5 * itemsize

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,24 +32,11 @@ def keep_measurements(recorder: "Recorder", path: Path, about: Any) -> None:
         path: Path of the file.
         about: Plain data that :func:`continue_measuring` returns.
     """
-    collector = recorder._collector
-    with collector.lock:
-        kept = {
-            "about": about,
-            "sums": [*recorder._earlier_sums, collector.read_sums()],
-            "maps": {
-                key: accumulator.maps
-                for key, accumulator in collector.accumulators.items()
-            },
-            "passed": collector.forwards.image_hashes.passed,
-            "samples": collector.forwards.image_hashes.samples,
-        }
+    kept = {"about": about, "measured": recorder._collector.measurements()}
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
-            pickle.dump(
-                _converted(kept, Tensor, lambda tensor: tensor.cpu().numpy()), file
-            )
+            pickle.dump(_converted(kept, Tensor, lambda x: x.cpu().numpy()), file)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -81,19 +69,8 @@ def continue_measuring(
         KeyError,
     ) as error:
         raise ValueError(f"{path} holds no measurements: {error}") from error
-    collector = recorder._collector
-    recorder._earlier_sums = kept["sums"]
-    for key, maps_by_image in kept["maps"].items():
-        collector.expect(*key)
-        for image, maps in maps_by_image.items():
-            tensors = {
-                name: torch.from_numpy(values)[None] for name, values in maps.items()
-            }
-            collector.accumulators[key].add_maps([image], tensors)
-    collector.forwards.image_hashes.passed = kept["passed"]
-    collector.forwards.image_hashes.samples = {
-        image: torch.from_numpy(values) for image, values in kept["samples"].items()
-    }
+    measured = _converted(kept["measured"], np.ndarray, torch.from_numpy)
+    recorder._collector.take_up(**measured)
     return kept["about"]
 
 

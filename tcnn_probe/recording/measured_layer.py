@@ -1,23 +1,22 @@
-"""Sums of a layer's measurements between two marks, on the layer's device, and maps of chosen images."""
+"""A measured layer: what a probe reads of its parameters and of their gradients, apart from forwards."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.precision import widest, widest_dtype
+from tcnn_model.precision import widest
 from tcnn_probe.attention.head_editor import run_with_gates
-from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.probes import Probe
 from tcnn_probe.probes.probe import GradientNorms
 from tcnn_probe.recording.measured import check_measured
-from tcnn_probe.recording.sums import EpochSums, Sums, add_patterns
+from tcnn_probe.recording.sums import Sums
 
-__all__ = ["Accumulator", "GradientSums"]
+__all__ = ["MeasuredLayer"]
 
 
 class GradientSums:
@@ -105,8 +104,8 @@ class GradientSums:
             )
 
 
-class Accumulator:
-    """Sums over images of attention, and maps of chosen images.
+class MeasuredLayer:
+    """A layer and the probe that measures it.
 
     Args:
         name: Name of the layer.
@@ -119,80 +118,36 @@ class Accumulator:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        probe: Probe,
-        ignores: Callable[[], bool] = lambda: False,
+        self, name: str, module: nn.Module, probe: Probe, ignores: Callable[[], bool]
     ) -> None:
         self.name = name
         self.module = module
         self.probe = probe
         self.gradients = GradientSums(name, probe.gradients(module), ignores)
-        self._patterns: dict[str, Pattern | None] = {}
-        self.reset()
 
-    def reset(self) -> None:
-        """Start the next epoch."""
-        self.images = 0
-        self.maps: dict[int, dict[str, Tensor]] = {}
-        self._patterns.clear()
-        self.gradients.reset()
-
-    def add(self, patterns: Mapping[str, Pattern], images: int) -> None:
-        """Add the sums of attention over the images of a forward."""
-        add_patterns(self._patterns, patterns)
-        self.images += images
-
-    def add_maps(self, images: Sequence[int], maps: Mapping[str, Tensor]) -> None:
-        """Keep copies of maps, in the dtype in which they are stored.
-
-        Args:
-            images: Numbers of the images in the epoch.
-            maps: Maps by variable, (images, *dims).
-        """
-        for name, values in maps.items():
-            dtype = getattr(torch, self.probe.variables[name].dtype)
-            # MPS has no float64.
-            dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
-            for image, value in zip(images, values, strict=True):
-                # Without copy=True, to() would return the model's own tensor if the dtype is the same.
-                self.maps.setdefault(image, {})[name] = value.to(dtype, copy=True)
-
-    def read(self, numbers: EpochSums) -> EpochSums:
-        """Return everything but the maps. If parameters are sharded over ranks, all ranks must call this together.
-
-        Args:
-            numbers: Sums of the numbers of this layer.
-        """
-        return replace(
-            numbers,
-            images=self.images,
-            squares=self.gradients.read(),
-            patterns={
-                name: pattern and pattern.arrays()
-                for name, pattern in self._patterns.items()
-            },
-            state=self._read_state(),
-        )
+    def facts(self) -> dict[str, Any]:
+        """Return further entries of the layer table."""
+        return dict(self.probe.facts(self.module)) if self.probe.facts else {}
 
     @torch.no_grad()
-    def _read_state(self) -> dict[str, np.ndarray]:
-        """Read values from the layer's parameters, with the edits under which its forwards run."""
+    def read_state(self) -> dict[str, np.ndarray]:
+        """Read values from the layer's parameters, with the edits under which its forwards run.
+
+        If parameters are sharded over ranks, all ranks must call this together.
+        """
         if self.probe.state is None:
             return {}
-        arrays = {}
         with named_in_errors(self.name):
-            measured = run_with_gates(
-                self.module, partial(self.probe.state, self.module)
-            )
+            read = partial(self.probe.state, self.module)
+            measured = run_with_gates(self.module, read)
             state = check_measured(self.probe, measured, by_image=False)
-            for name, value in state.items():
-                # This is a DTensor, which is sharded over ranks.
-                if hasattr(value, "full_tensor"):
-                    value = value.full_tensor()
-                arrays[name] = _as_array(value)
-        return arrays
+            # A DTensor is sharded over ranks.
+            return {
+                name: _as_array(
+                    value.full_tensor() if hasattr(value, "full_tensor") else value
+                )
+                for name, value in state.items()
+            }
 
 
 def _as_array(value: Tensor) -> np.ndarray:
