@@ -255,42 +255,7 @@ def test_functional_call_is_recorded_as_a_forward() -> None:
         )
 
 
-class Traceable(nn.Module):
-    """Attention that torch.fx can trace, in a part of the model that takes a tuple, as parts of PiT and CrossViT do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, 4))
-        self.qkv = nn.Linear(4, 12)
-        self.inner = Attend()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat(tensors=(self.token.expand(x.shape[0], -1, -1), x), dim=1)
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.inner((q, k, v))
-
-
-class Attend(nn.Module):
-    def forward(self, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        q, k, v = (x.unsqueeze(1) for x in (qkv[0], qkv[1], qkv[2]))
-        return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).squeeze(1)
-
-
-def test_symbolic_trace() -> None:
-    model = Traceable().eval()
-    alone = [node.name for node in torch.fx.symbolic_trace(model).graph.nodes]
-    before = Trace(model)
-    with tcnn_probe.record(model) as recorder:
-        assert [
-            node.name for node in torch.fx.symbolic_trace(model).graph.nodes
-        ] == alone
-        model(torch.randn(2, 7, 4))
-        recorder.mark(epoch=0)
-        assert recorder.dataset.images.values.tolist() == [[2]]
-    assert before == Trace(model)
-
-
-@pytest.mark.study
+@pytest.mark.study(but=["vit"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -299,6 +264,7 @@ def test_symbolic_trace() -> None:
         ("pit_ti_224", {"img_size": 64, "depth": (1, 1, 1)}),
         ("crossvit_tiny_240", {"depth": [(1, 1, 0)]}),
     ],
+    ids=["vit", "pit", "crossvit"],
 )
 def test_graphs_of_timm_are_those_without_a_recorder(
     name: str, options: dict[str, Any]

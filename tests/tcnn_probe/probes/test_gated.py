@@ -17,7 +17,7 @@ import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers
 from tests.tcnn_model.numerics import default_dtype
 from tests.tcnn_probe.contracts.helpers import recorded
-from tests.tcnn_probe.networks import Branches, Chain, inputs_of, scatter, small_resnet
+from tests.tcnn_probe.networks import Chain, inputs_of, scatter, small_resnet
 from tests.tcnn_probe.oracle import (
     gpsa_statistics,
     gpsa_statistics_of_qk,
@@ -129,35 +129,6 @@ def test_parameters_are_recorded_at_the_mark() -> None:
     )
 
 
-def test_epochs_are_separate_in_any_gradient_mode_and_without_training_forwards() -> (
-    None
-):
-    # The scale differs between epochs, so that an image in the wrong mean would show.
-    model = Chain()
-    parts = (images(3), 2 * images(2))
-    with tcnn_probe.record(model) as recorder:
-        for epoch, x in enumerate(parts):
-            # Training forwards see images nine times as large: if they counted, every entropy would change.
-            model.train()(9 * x)
-            model.eval()
-            # The second epoch has fewer images than there are modes, so zip is not strict.
-            for mode, image in zip(
-                (torch.no_grad, torch.inference_mode, torch.enable_grad),
-                x,
-                strict=False,
-            ):
-                with mode():
-                    model(image[None])
-            recorder.mark(epoch=epoch)
-    for epoch, x in enumerate(parts):
-        assert_layer(
-            recorder.dataset.isel(epoch=slice(epoch + 1)),
-            "near",
-            gpsa_statistics(model.near, x),
-        )
-    assert recorder.dataset.images.values.tolist() == [[3, 3], [2, 2]]
-
-
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() -> None:
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -177,18 +148,6 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
         with tcnn_probe.record(watched, images=2):
             for expected, got in zip(run(make(), x), run(watched, x), strict=True):
                 assert torch.equal(expected, got)
-
-
-def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
-    model = Branches()
-    near = images(3)
-    far = images(4)
-    with tcnn_probe.record(model) as recorder:
-        model(near=near, far=far)
-        recorder.mark(epoch=0)
-    assert_layer(recorder.dataset, "near", gpsa_statistics(model.near, near))
-    assert_layer(recorder.dataset, "far", gpsa_statistics(model.far, far))
-    assert recorder.dataset.images.values.tolist() == [[3, 4]]
 
 
 @pytest.mark.filterwarnings("ignore:no content_information")

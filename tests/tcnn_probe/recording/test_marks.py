@@ -63,20 +63,6 @@ def test_scalars_of_any_number_kind(recorder: tcnn_probe.Recorder) -> None:
     ]
 
 
-def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
-    for epoch, scalars in enumerate(
-        [{"top1": 0.1}, {"lr": 0.2}, {"top1": 0.3, "lr": 0.4}, {"loss": 5}, {}]
-    ):
-        mark(recorder, epoch=epoch, **scalars)
-    nan = np.nan
-    ds = recorder.dataset
-    np.testing.assert_array_equal(ds.top1, [0.1, nan, 0.3, nan, nan])
-    np.testing.assert_array_equal(ds.lr, [nan, 0.2, 0.4, nan, nan])
-    np.testing.assert_array_equal(ds.loss, [nan, nan, nan, 5.0, nan])
-    assert ds.loss.dims == ("epoch",)
-    assert ds.top1.attrs == {"long_name": "top1", "description": "As given to mark()."}
-
-
 def test_skip_drops_the_sums_since_a_marked_epoch(
     recorder: tcnn_probe.Recorder,
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import xarray as xr
-import zarr
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from zarr.storage import MemoryStore
@@ -73,38 +72,6 @@ def test_logging_reports_silent_decisions(
     assert caplog.messages[1] == "epoch 0 is marked already: skipped"
 
 
-def test_foreign_or_locked_stores_are_not_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    zarr.open_group(path, mode="w")
-    with pytest.raises(tcnn_probe.StoreError, match="something else than a recording"):
-        script(path, 0, mode="w")
-    # The recording is of another version.
-    (path / "zarr.json").write_text('{"attributes": {"tcnn_probe_schema": "0"}}')
-    assert script(path, 0, mode="w") == [0]
-    model = vit()
-    with tcnn_probe.record(model, path) as recorder:
-        with pytest.raises(tcnn_probe.StoreError, match="is being written by another"):
-            script(path, 0, mode="w")
-        model(images())
-        recorder.mark(epoch=1)
-    assert xr.open_zarr(path).epoch.values.tolist() == [0, 1]
-
-
-def test_replacing_deletes_no_files_of_the_user(tmp_path: Path) -> None:
-    path = tmp_path / "run.zarr"
-    assert script(path, 0) == [0]
-    (path / "ckpt").mkdir()
-    # The name is that of a file that this package itself writes and removes.
-    (path / "ckpt" / "model.pt.partial").write_text("mine")
-    with pytest.raises(
-        tcnn_probe.StoreError,
-        match=r"more than a recording, and is not replaced: 'ckpt",
-    ):
-        script(path, 0, mode="w")
-    assert (path / "ckpt" / "model.pt.partial").read_text() == "mine"
-    assert xr.open_zarr(path).epoch.values.tolist() == [0]
-
-
 def test_replacing_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     link = tmp_path / "link.zarr"
@@ -113,15 +80,6 @@ def test_replacing_through_a_link(tmp_path: Path) -> None:
     assert script(link, 3, mode="w") == [3]
     assert link.is_symlink()
     assert xr.open_zarr(path).epoch.values.tolist() == [3]
-
-
-def test_open_gives_no_advice_for_writing(tmp_path: Path) -> None:
-    zarr.open_group(tmp_path / "foreign.zarr", mode="w")
-    with pytest.raises(
-        tcnn_probe.StoreError,
-        match=r"foreign\.zarr holds something else .*: tcnn_probe\.open reads what",
-    ):
-        tcnn_probe.open(tmp_path / "foreign.zarr")
 
 
 def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> None:
