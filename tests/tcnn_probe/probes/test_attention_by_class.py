@@ -319,3 +319,17 @@ def test_only_maps_of_selected_images_are_computed(
         model(pictures())
     # Rows of other images would cost as much, and be discarded.
     assert requests == [2, 5]
+
+
+def test_selected_images_and_forwards_only() -> None:
+    model = network()
+    x = pictures()
+    ds = maps_of(
+        recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
+    )
+    check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
+    assert (ds.class_index.sel(image=[3, 5]) == -1).all()
+    maps = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
+    assert maps.attention_by_class.isnull().all(
+        ("class", "y", "x")
+    ).values.tolist() == [False, False, True]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tests.tcnn_probe.contracts import helpers
 from tests.tcnn_probe.contracts.helpers import Trace, clean
-from tests.tcnn_probe.probes.scattered_models import VIT, images, recorded, small, step
+from tests.tcnn_probe.probes.scattered_models import VIT, images, small, step
 
 
 def variable(*dims: str) -> tcnn_probe.Variable:
@@ -243,9 +243,6 @@ def bad(**functions: Callable[..., Any]) -> tcnn_probe.Probe:
 
 
 BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
-    "measure": (bad(measure=oops), ZeroDivisionError, "oops"),
-    "state": (bad(state=oops), ZeroDivisionError, "oops"),
-    "attention": (bad(attention=oops), ZeroDivisionError, "oops"),
     "gradient": (
         BadGradients("bad", {"share": variable()}, nn.Conv2d),
         ZeroDivisionError,
@@ -299,28 +296,6 @@ def test_errors_of_bad_probes_name_the_layer_and_leave_the_model_clean(
     )
     assert before == Trace(model)
     assert clean()
-
-
-def test_after_an_error_the_next_epoch_is_right() -> None:
-    """Nothing of a failed forward is kept, not even of its first layer."""
-    fail: list[bool] = [True]
-
-    def measure(call: Any) -> Mapping[str, Tensor]:
-        assert ZEROS.measure is not None
-        return oops() if fail and call.name == "3" else ZEROS.measure(call)
-
-    model = network()
-    probe = tcnn_probe.Probe("own", ZEROS.variables, nn.ReLU, measure=measure)
-    with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
-        with pytest.raises(ZeroDivisionError):
-            # Values from before the error would show, as they have another scale.
-            model(9 * X)
-        fail.clear()
-        model(X[:3])
-        recorder.mark(epoch=0)
-    ds = recorder.tree["own"].to_dataset()
-    np.testing.assert_array_equal(ds.images, [[3, 3]])
-    np.testing.assert_array_equal(ds.share[0], recorded(network(), ZEROS, X[:3]).share)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,11 @@ def test_every_damaged_chunk_is_noticed(path: Path, damage: str) -> None:
             file.unlink()
         else:
             file.write_bytes(data[damage])
-        message = "empty or not there" if damage in ("empty", "missing") else "damaged"
+        error, message = ValueError, "checksum|bytes|Zstd"
+        if damage in ("empty", "missing"):
+            error, message = StoreError, f"the chunk '{name}/c/.* empty or not there"
         for use in (load, mark) if name in EXTENDED else (load,):
-            with pytest.raises(StoreError, match=f"the chunk '{name}/c/.*{message}"):
+            with pytest.raises(error, match=message):
                 use(path)
         # zarr alone reads a missing chunk as fill values.
         if damage in ("a bit", "half"):
