@@ -103,25 +103,27 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
     ]
     third = len(layers) // 3
     if third:
-        early, late = layers[:third], layers[-third:]
-        texts = [
-            f"in the {place} {third} layers {_counts(types.sel(layer=part))}"
-            for place, part in (("first", early), ("last", late))
-        ]
-        text = " and ".join(texts)
+        early = _counts(types.sel(layer=layers[:third]))
+        late = _counts(types.sel(layer=layers[-third:]))
+        several = f"{third} layers" if third > 1 else "layer"
+        main = dict.fromkeys(counts[0][0] for counts in (early, late))
+        meanings = "; ".join(f"each {name} one {_MEANINGS[name]}" for name in main)
         yield Answer(
-            "What do early and late heads do?", f"{text[0].upper()}{text[1:]}."
+            "What do early and late heads do?",
+            f"In the first {several} {_listed(early)}, and in the last {several} {_listed(late)} ({meanings}).",
         )
 
 
-def _counts(types: xr.DataArray) -> str:
-    """Count the heads of each type, the most frequent first, and say what the first means."""
-    counts = Counter(name for name in types.values.ravel().tolist() if name)
-    (name, count), *others = counts.most_common()
+def _counts(types: xr.DataArray) -> list[tuple[str, int]]:
+    """Count the heads of each type, the most frequent first."""
+    return Counter(name for name in types.values.ravel().tolist() if name).most_common()
+
+
+def _listed(counts: list[tuple[str, int]]) -> str:
+    (name, count), *others = counts
+    total = sum(number for _, number in counts)
     rest = "".join(f", {number} {other}" for other, number in others)
-    return (
-        f"{count} of {counts.total()} heads are {name} (each {_MEANINGS[name]}){rest}"
-    )
+    return f"{count} of {total} heads are {name}{rest}"
 
 
 def _objects(run: Run, ds: xr.Dataset) -> Answer:

@@ -97,8 +97,8 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
     assert what["text"].startswith(
         "Of 15 heads, 4 are convolutional, 4 salient, 4 content, 3 averaging."
     )
-    assert "first 1 layers 3 of 5 heads are convolutional" in depth["text"]
-    assert "last 1 layers 2 of 5 heads are salient" in depth["text"]
+    assert "first layer 3 of 5 heads are convolutional" in depth["text"]
+    assert "last layer 2 of 5 heads are salient" in depth["text"]
     assert (
         "stand out in the picture, the same for all that ask), 2 content, 1 "
         in depth["text"]
