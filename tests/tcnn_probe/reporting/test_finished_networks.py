@@ -98,11 +98,8 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
         "Of 15 heads, 4 are convolutional, 4 salient, 4 content, 3 averaging."
     )
     assert "first layer 3 of 5 heads are convolutional" in depth["text"]
-    assert "last layer 2 of 5 heads are salient" in depth["text"]
-    assert (
-        "stand out in the picture, the same for all that ask), 2 content, 1 "
-        in depth["text"]
-    )
+    assert "last layer 2 of 5 heads are salient, 2 content, 1 " in depth["text"]
+    assert "each salient one looks at patches that stand out in" in depth["text"]
     assert named(objects) == [(NAUGHTY, 1), ("blocks.1", 1)]
     assert objects["text"].endswith(
         "by chance (0.25): 2 from patches, 1 from the class token"
