@@ -189,11 +189,15 @@ def attention_maps(
                 max_bytes=max_bytes,
                 room=room,
             )
-            stream = AttentionStream(
-                model, listener, layers=selected_layers, tokens=tokens
-            )
             # Receptive fields are computed in the same forward, so that the pixels of cells are right for any stem.
-            with closing(stream), selection.fields:
+            stream = AttentionStream(
+                model,
+                listener,
+                layers=selected_layers,
+                tokens=tokens,
+                fields=selection.fields,
+            )
+            with closing(stream):
                 model(batch)
             listener.check()
             maps_by_batch.append({maps.layer: maps for maps in listener.maps})

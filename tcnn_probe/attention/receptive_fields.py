@@ -1,23 +1,14 @@
 """Receptive fields of the cells of feature maps in the image."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from tcnn_probe.architectures.grids import pair
-from tcnn_probe.hooks.private_torch import (
-    OpOverload,
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    higher_order_operators,
-)
+from tcnn_probe.attention.place_rules import Call, function_name
 
 __all__ = ["Places", "ReceptiveFields"]
 
 Grid = tuple[int, int]  # rows and columns
-aten = torch.ops.aten
 
 
 class Places(NamedTuple):
@@ -35,12 +26,13 @@ class _Fields(NamedTuple):
     spacing: float
 
 
-class ReceptiveFields(TorchDispatchMode):
+class ReceptiveFields:
     """Receptive fields of feature maps, by map size, derived from the convolutions and pools of a forward.
 
     ::
 
-        with ReceptiveFields((224, 224)) as fields:
+        fields = ReceptiveFields((224, 224))
+        with closing(AttentionStream(model, AttentionListener(), fields=fields)):
             model(images)
         rows, columns = fields.places((7, 7))
 
@@ -51,29 +43,7 @@ class ReceptiveFields(TorchDispatchMode):
         size: Height and width of the images.
     """
 
-    # Otherwise flex_attention, cond, while_loop and scan would raise NotImplementedError in this mode.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let these operators compile their functions, which need a whole graph (torch 2.15)."""
-        return True
-
-    def __enter__(self) -> Any:
-        if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-            # In older torch (2.8), each of these operators needs a rule for the mode.
-            for operator in higher_order_operators():
-                if type(self) not in operator.python_key_table:
-                    operator.py_impl(type(self))(_without_mode(operator))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        # After Ctrl-C another mode may be on top of this one, or interrupted code may have hidden this one.
-        if _get_current_dispatch_mode_stack()[-1:] == [self]:
-            super().__exit__(*error)
-
     def __init__(self, size: Grid) -> None:
-        super().__init__()
         self._size = size
         self._fields: dict[Grid, list[_Fields]] = {size: [_Fields(0, 0, 1)] * 2}
 
@@ -103,53 +73,51 @@ class ReceptiveFields(TorchDispatchMode):
             )
         return cells[0], cells[1]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and follow convolutions, pools and padding."""
-        # Higher-order operators, such as flex_attention, have neither an overload packet nor a decomposition.
-        if not isinstance(func, OpOverload):
-            return func(*args, **(kwargs or {}))
-        # In inference mode operations arrive without being decomposed.
-        with self:
-            output = func.decompose(*args, **(kwargs or {}))
-        if output is not NotImplemented:
-            return output
-        output = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        # args[6] is True for a transposed convolution, which is not followed: its cells are finer than its input's.
-        if operation is aten.convolution and args[0].ndim == 4 and not args[6]:
-            self._slides(args[0], output, args[1].shape[2:], *args[3:6])
-        elif operation is aten.max_pool2d_with_indices:
-            self._slides(args[0], output[0], *args[1:5])
-        elif operation is aten.avg_pool2d:
-            self._slides(args[0], output, *args[1:4])
-        elif operation in _PADS and args[0].ndim == 4:
+    def follow(self, call: Call) -> None:
+        """Follow a convolution, a pool or padding of maps (B, C, H, W)."""
+        name = function_name(call.func)
+        if call.inputs[0].ndim != 4:
+            return
+        # A transposed convolution is not followed, because its cells are finer than those of its input.
+        if name == "conv2d":
+            kernel = call.argument(1, "weight").shape[2:]
+            padding, dilation = (
+                call.argument(4, "padding", 0),
+                call.argument(5, "dilation", 1),
+            )
+            if isinstance(padding, str):
+                # "same" pads one side more than the other if the kernel's reach is odd, and "valid" does not pad.
+                reaches = [
+                    spread * (size - 1)
+                    for spread, size in zip(pair(dilation), kernel, strict=True)
+                ]
+                padding = [reach // 2 for reach in reaches] if padding == "same" else 0
+            self._slides(call, kernel, call.argument(3, "stride", 1), padding, dilation)
+        elif name.startswith("max_pool2d") or name == "avg_pool2d":
+            kernel, stride = call.argument(1, "kernel_size"), call.argument(2, "stride")
+            dilation = call.argument(4, "dilation", 1) if name != "avg_pool2d" else 1
+            # In torch, the default stride of a pool is its kernel size.
+            self._slides(
+                call, kernel, stride or kernel, call.argument(3, "padding", 0), dilation
+            )
+        elif name == "pad" and call.argument(2, "mode", "constant") != "circular":
             # Pads are (left, right, top, bottom), or (left, right) of the last axis.
-            pads = [*args[1], 0, 0]
-            left, top = pads[0], pads[2]
-            self._slides(args[0], output, 1, 1, (top, left))
-        return output
+            left, _, top, *_ = [*call.argument(1, "pad"), 0, 0]
+            self._slides(call, 1, 1, (top, left))
 
     def _slides(
-        self,
-        x: Any,
-        output: Any,
-        kernel: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
+        self, call: Call, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
     ) -> None:
         """Note the receptive fields of the output of a sliding kernel."""
-        input_fields = self._fields.get((x.shape[2], x.shape[3]))
+        _, _, height, width = call.inputs[0].shape
+        input_fields = self._fields.get((height, width))
         if input_fields is None:
             return
-        grid = output.shape[2], output.shape[3]
+        grid = call.shape[2], call.shape[3]
         fields: list[_Fields] = []
         by_side = zip(
             input_fields,
-            # In torch, the default stride of a pool is its kernel size.
-            *map(pair, (kernel, stride or kernel, padding, dilation)),
+            *map(pair, (kernel, stride, padding, dilation)),
             strict=True,
         )
         for (low, high, spacing), size, step, pad, spread in by_side:
@@ -169,11 +137,3 @@ class ReceptiveFields(TorchDispatchMode):
                 for a, b in pairs
             ]
         self._fields[grid] = fields
-
-
-def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator's rule for a dispatch mode: run the operator, as torch has disabled the mode by then."""
-    return lambda mode, *args, **kwargs: operator(*args, **kwargs)
-
-
-_PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}

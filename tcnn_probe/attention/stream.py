@@ -29,6 +29,7 @@ from tcnn_probe.attention.layout import (
     Tokens,
     special_tokens,
 )
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     ValueProductTracker,
@@ -212,6 +213,7 @@ class AttentionStream:
         layers: Names of the layers whose attention is passed to the listener; None for all.
         watched: Modules whose calls are reported to the listener.
         tokens: Facts about the tokens that the user gives.
+        fields: Receptive fields to fill in the forwards in which tokens are tracked, such as the first one.
     """
 
     def __init__(
@@ -222,6 +224,7 @@ class AttentionStream:
         layers: Collection[str] | None = None,
         watched: Collection[nn.Module] = (),
         tokens: GivenTokens | None = None,
+        fields: ReceptiveFields | None = None,
     ) -> None:
         self.layers: dict[str, nn.Module] = {}
         self.unsupported: dict[str, str] = {}
@@ -239,6 +242,7 @@ class AttentionStream:
                     self._whole[layer] = kind
                     for seam, role in kind.seams(layer).items():
                         self._seams[seam] = layer, role
+        self._fields = fields
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         # A call is identified by the part of the model that was called, its mode and the sizes of its inputs. Places of
@@ -324,6 +328,7 @@ class AttentionStream:
                 batch if batch is not None and rows == self._batch else (),
                 self._maps.patches,
                 numbers_pixels=not has_images,
+                fields=self._fields,
             )
         return True
 

@@ -40,6 +40,7 @@ from tcnn_probe.attention.place_rules import (
     tensors_in,
     unexpanded,
 )
+from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.hooks.calls import innermost_call, is_running
 from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
 from tcnn_probe.hooks.kernel_calls import is_kernel
@@ -160,6 +161,7 @@ class PlaceTracker(TorchFunctionMode):
         images: Images of the batch, (B, C, H, W) or a list of (C, H, W).
         patches: Number of patches if the model gets patches, (B, patches, C), in place of an image.
         numbers_pixels: Whether inputs are images, not maps that were computed from them.
+        fields: Receptive fields of feature maps to fill; None if they are not needed.
     """
 
     def __init__(
@@ -169,10 +171,12 @@ class PlaceTracker(TorchFunctionMode):
         patches: int | None = None,
         *,
         numbers_pixels: bool = True,
+        fields: ReceptiveFields | None = None,
     ) -> None:
         super().__init__()
         # The call of the model, as this is created in one of its hooks.
         self._frame = innermost_call(sys._getframe())
+        self._fields = fields
         self.failure = ""
         self.queries: Places = None
         self.keys: Places = None
@@ -372,6 +376,9 @@ class PlaceTracker(TorchFunctionMode):
             if is_transformed(inputs):
                 return
             outputs = tensors_in((output,))
+            if self._fields is not None and inputs and outputs:
+                with self._noted(name):
+                    self._fields.follow(Call(func, args, kwargs, inputs, (), outputs))
             for table in (self._pixels, self._views_of):
                 with self._noted(name):
                     places = [table.of(tensor) for tensor in inputs]

@@ -135,11 +135,10 @@ def map_layer(
         image = image.detach().clone().requires_grad_()
         outputs.maps.enter([image], whole_model=True)
         # The stream's hooks are used because an interruption could leave torch's own hooks on modules.
-        stream = AttentionStream(model, outputs, watched=outputs.names)
+        stream = AttentionStream(model, outputs, watched=outputs.names, fields=fields)
         try:
-            with fields:
-                # Any score will do, because it only matters on which outputs it depends.
-                score = class_scores(model, image).amax()
+            # Any score will do, because it only matters on which outputs it depends.
+            score = class_scores(model, image).amax()
         finally:  # not closing(), whose __enter__ can be interrupted
             stream.close()
         outputs.place_prefixes(stream)

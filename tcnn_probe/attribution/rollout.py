@@ -12,7 +12,7 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.softmax import ProductLogits, SoftmaxAttention
-from tcnn_probe.attention.stream import attention_stream
+from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attribution.attention_path import PathLayer, attention_path
 from tcnn_probe.attribution.layer_choice import (
     WITHOUT_CLASS_TOKEN,
@@ -54,11 +54,12 @@ def rollout(
     """
     flow = _TokenFlow(len(images), attention_path(model, images))
     size = images.shape[2], images.shape[3]
-    with (
-        ReceptiveFields(size) as fields,
-        attention_stream(model, flow.follow),
-    ):
+    fields = ReceptiveFields(size)
+    stream = AttentionStream(model, flow, fields=fields)
+    try:
         model(images)
+    finally:  # not closing(), whose __enter__ can be interrupted
+        stream.close()
     # Products of queries and keys are not rounded as the model's layers may be.
     with without_autocast(images):
         return to_pixels(flow.map(), size, interpolation, fields), ""
@@ -118,7 +119,7 @@ class _Mix:
         return [slice(start, start + step) for start in range(0, self.tokens, step)]
 
 
-class _TokenFlow:
+class _TokenFlow(AttentionListener):
     """Attention of the layers so far, through which shares of the input tokens in the class token are followed."""
 
     def __init__(self, images: int, path: Sequence[PathLayer]) -> None:
@@ -129,7 +130,7 @@ class _TokenFlow:
         self._gathers: list[Tensor] = []
         self._last: Attention | None = None
 
-    def follow(self, attention: Attention) -> None:
+    def attends(self, attention: Attention) -> None:
         """Follow the tokens through one more layer."""
         name, layer = attention.name, next(self._path, None)
         if layer is None or layer.layer != name:

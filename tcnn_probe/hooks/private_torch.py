@@ -48,7 +48,6 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
 )
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -71,7 +70,6 @@ __all__ = [
     "_TorchDispatchModeKey",
     "_current_graph_task_id",
     "_disable_current_modes",
-    "_get_current_dispatch_mode_stack",
     "_get_current_function_mode_stack",
     "_get_dispatch_mode",
     "_is_torch_function_enabled",
@@ -85,7 +83,6 @@ __all__ = [
     "eager_switch",
     "forget_global_hook",
     "getitem_as_index",
-    "higher_order_operators",
     "hook_tables",
     "is_functorch_wrapped_tensor",
     "peek_interpreter_stack",
@@ -127,11 +124,6 @@ def getitem_as_index() -> Any:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
-
-
-def higher_order_operators() -> list[Any]:
-    """Return the operators that take functions, which in torch 2.8 need a rule for each dispatch mode."""
-    return [*torch._ops._higher_order_ops.values()]
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:

@@ -1,5 +1,7 @@
 """Positions of cells equal the centres of what they see when single rows and columns of the image are lit."""
 
+from contextlib import closing
+
 import pytest
 import timm.layers
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 
 SIZE = (61, 73)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same")
@@ -79,7 +82,8 @@ def test_cells_lie_at_the_centre_of_what_they_see(name: str, mode: type) -> None
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     with mode():
-        with ReceptiveFields(SIZE) as fields:
+        fields = ReceptiveFields(SIZE)
+        with closing(AttentionStream(model, AttentionListener(), fields=fields)):
             model(torch.rand(1, 1, *SIZE, dtype=torch.float64))
         for side in (0, 1):
             grid, middles = seen_along(model, side)

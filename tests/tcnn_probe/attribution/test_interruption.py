@@ -37,7 +37,6 @@ FILES = {
 CALLERS = (
     "class_attention.py",
     "layer_choice.py",
-    "receptive_fields.py",
     "hooks/calls.py",
     "hooks/forwards.py",
     "hooks/modes.py",

@@ -68,9 +68,8 @@ def stack_of_function_modes() -> None:
 def stack_of_dispatch_modes() -> None:
     mode = Operators()
     # In torch 2.8 the end of an outer mode restores a flag that popping the inner one leaves.
-    with private._PreserveDispatchKeyGuard(), Operators() as outer:
+    with private._PreserveDispatchKeyGuard(), Operators():
         mode.__enter__()
-        assert private._get_current_dispatch_mode_stack() == [outer, mode]
         assert private._len_torch_dispatch_stack() == 2
         with private._disable_current_modes():
             torch.ones(1)
@@ -141,7 +140,6 @@ def operators() -> None:
     assert isinstance(packet.Tensor, private.OpOverload)
     of_flex = torch.ops.higher_order.flex_attention
     assert isinstance(of_flex, private.HigherOrderOperator)
-    assert of_flex in private.higher_order_operators()
     assert flex_attention is not None
 
 
@@ -245,13 +243,13 @@ def eager_code() -> None:
 CHECKS: dict[Callable[[], None], str] = {
     in_function_mode: "DisableTorchFunction _EnableTorchFunction _is_torch_function_enabled",
     stack_of_function_modes: "_get_current_function_mode_stack _pop_mode _push_mode",
-    stack_of_dispatch_modes: "TorchDispatchMode _get_current_dispatch_mode_stack _len_torch_dispatch_stack "
+    stack_of_dispatch_modes: "TorchDispatchMode _len_torch_dispatch_stack "
     "_disable_current_modes _pop_dispatch_mode _PreserveDispatchKeyGuard",
     gradients: "_InferenceMode _set_grad_enabled _set_fwd_grad_enabled",
     backward_pass: "_current_graph_task_id",
     transforms: "peek_interpreter_stack is_functorch_wrapped_tensor",
     tracers: "_TorchDispatchModeKey _get_dispatch_mode FakeTensor",
-    operators: "OpOverload OpOverloadPacket HigherOrderOperator higher_order_operators",
+    operators: "OpOverload OpOverloadPacket HigherOrderOperator",
     indices: "getitem_as_index",
     trees: "tree_leaves tree_map",
     hooks_of_a_module: "hook_tables",
