@@ -1,14 +1,14 @@
-"""Grids of tokens that a layer knows by itself, and windows that it cuts from the grid of an image."""
+"""Tokens on a grid, windows that a layer cuts from the grid of an image, and units by which it orders tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["MaskUnits", "TokenGrid", "Windows", "pair"]
+__all__ = ["MaskUnits", "Tokens", "Windows", "pair"]
 
 
 def pair(values: int | Sequence[int]) -> tuple[int, int]:
@@ -19,19 +19,71 @@ def pair(values: int | Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
-class TokenGrid(NamedTuple):
-    """Rows and columns of tokens, with their positions in cells of the finer grid of queries and keys.
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of an image: class and register tokens, then a grid in raster order.
+
+    Positions are in cells of the finer one of the grids of queries and keys. Frames of a video are stacked vertically
+    in one grid, and have the same positions.
 
     Args:
-        height, width: Number of rows and columns.
+        prefix: Number of class and register tokens before the grid.
+        height, width: Numbers of rows (of all frames) and columns of the grid.
         spacing: Distance from one row to the next, and from one column to the next.
         origin: Position of the first row and of the first column.
+        frames: Number of frames; 1 for an image.
     """
 
+    prefix: int
     height: int
     width: int
     spacing: tuple[float, float] = (1.0, 1.0)
     origin: tuple[float, float] = (0.0, 0.0)
+    frames: int = 1
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self.prefix + self.height * self.width
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.height, self.width
+
+    @property
+    def rows(self) -> int:
+        """Rows of a frame."""
+        return self.height // self.frames
+
+    def index(self, row: float, column: float) -> int:
+        """Return the index of the token at fractions of height and width, in the middle frame of a video."""
+        above = self.frames // 2 * self.rows + int(row * self.rows)
+        return self.prefix + above * self.width + int(column * self.width)
+
+    def frame_numbers(self, device: torch.device) -> Tensor:
+        """Return the frame of each token, shape (count,); tokens before the grid count as its first cell."""
+        return self._places(device) // (self.rows * self.width)
+
+    def positions(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return row and column of each token, shape (count,); tokens before the grid count as its first cell."""
+        place = self._places(device)
+        y, x = place // self.width % self.rows, place % self.width
+        return (y * self.spacing[0] + self.origin[0]).to(dtype), (
+            x * self.spacing[1] + self.origin[1]
+        ).to(dtype)
+
+    def _places(self, device: torch.device) -> Tensor:
+        cells = self.height * self.width
+        return torch.arange(-self.prefix, cells, device=device).clamp_(min=0)
+
+    def axes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape (width,)."""
+        rows = np.arange(self.rows) * self.spacing[0] + self.origin[0]
+        columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
+        return rows, columns
 
 
 @dataclass(frozen=True)

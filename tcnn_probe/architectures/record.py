@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows
+from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows
 
 __all__ = ["HeadParameters", "LayerRecord", "ResidualBranch"]
 
@@ -75,7 +75,7 @@ class LayerRecord:
     no_attention_matrix: str | None = None
     heads_axis: int | Literal["merged", "one"] | None = None
     not_in_raster_order: str | None = None
-    own_grids: Callable[[Any, int], tuple[TokenGrid, TokenGrid]] | None = None
+    own_grids: Callable[[Any, int], tuple[Tokens, Tokens]] | None = None
     latent_queries: str | None = None
     strided: Callable[[Any], bool] | None = None
     spread_evenly: bool | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
-from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows, pair
+from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows, pair
 from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
 
 __all__ = ["TIMM_LAYERS"]
@@ -14,34 +14,34 @@ __all__ = ["TIMM_LAYERS"]
 
 def _square(
     side: Callable[[Any, int], int],
-) -> Callable[[Any, int], tuple[TokenGrid, TokenGrid]]:
+) -> Callable[[Any, int], tuple[Tokens, Tokens]]:
     """Return a function that gives queries and keys the same square grid, from a function that returns its side."""
 
-    def grids(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+    def grids(layer: Any, keys: int) -> tuple[Tokens, Tokens]:
         rows = side(layer, keys)
-        return TokenGrid(rows, rows), TokenGrid(rows, rows)
+        return Tokens(0, rows, rows), Tokens(0, rows, rows)
 
     return grids
 
 
-def _halo(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+def _halo(layer: Any, keys: int) -> tuple[Tokens, Tokens]:
     """Place a block of queries, which may be strided, in the middle of its window of keys."""
     side, stride, halo = (
         layer.block_size_ds,
         float(layer.block_stride),
         float(layer.halo_size),
     )
-    return TokenGrid(side, side, (stride, stride), (halo, halo)), TokenGrid(
-        layer.win_size, layer.win_size
+    return Tokens(0, side, side, (stride, stride), (halo, halo)), Tokens(
+        0, layer.win_size, layer.win_size
     )
 
 
-def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
+def _every_second(layer: Any, keys: int) -> tuple[Tokens, Tokens]:
     """Place the queries on every ``stride``-th row and column of the keys."""
     (height, width), stride = layer.resolution, layer.stride
     spacing = float(stride), float(stride)
-    return TokenGrid(-(-height // stride), -(-width // stride), spacing), TokenGrid(
-        height, width
+    return Tokens(0, -(-height // stride), -(-width // stride), spacing), Tokens(
+        0, height, width
     )
 
 

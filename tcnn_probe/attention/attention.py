@@ -54,12 +54,8 @@ class Attention(ABC):
         images: Number of images B.
         windows: Number of windows of each image, 1 for attention over the whole image. Row b * windows + w of
             ``shape[0]`` is window w of image b.
-        layout: Grids on which queries and keys lie.
+        layout: Description of the tokens: the grids on which queries and keys lie, their order, and windows.
         number: Position of this attention among those of one call of the module, counted from 0.
-        cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
-        query_cut: Positions of the queries' windows, if these lie on another grid than the keys.
-        order: Indices of the model's queries and keys in the order of this attention, class tokens first and the grid
-            row by row, shapes (N_query,) and (N_key,); None if this is the model's own order.
         batch: Number of images in the model's batch; None if unknown.
         image_numbers: Number in that batch of each of the B images; None if unknown.
         without_maps: Reason why maps of this attention cannot be assigned to images; "" if they can.
@@ -79,9 +75,6 @@ class Attention(ABC):
     windows: int = 1
     name: str = ""
     number: int = 0
-    cut: Windows | None = None
-    query_cut: Windows | None = None
-    order: tuple[Tensor, Tensor] | None = None
     batch: int | None = None
     image_numbers: Sequence[int] | None = None
     without_maps: str = ""
@@ -217,6 +210,21 @@ class Attention(ABC):
     def block_on(cls, device: torch.device) -> int:
         """Return how many logits to compute at a time: 64 MiB on a GPU, where a block takes a dozen kernel launches."""
         return cls.BLOCK << (0 if device.type == "cpu" else 4)
+
+    @property
+    def cut(self) -> Windows | None:
+        """Positions of the windows in the image, see :class:`Layout`."""
+        return self.layout.cut
+
+    @property
+    def query_cut(self) -> Windows | None:
+        """Positions of the queries' windows, see :class:`Layout`."""
+        return self.layout.query_cut
+
+    @property
+    def order(self) -> tuple[Tensor, Tensor] | None:
+        """Indices of the model's queries and keys in the order of this attention, see :class:`Layout`."""
+        return self.layout.order
 
     @property
     def in_windows(self) -> bool:

@@ -3,8 +3,8 @@
 Tokens are put in this order when an attention is reconstructed.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.architectures.grids import Tokens, Windows
 from tcnn_probe.models import whole_number
 
 __all__ = [
@@ -26,97 +27,26 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Positions of patches, words and special tokens in the model's order of tokens.
+    """Places of special tokens, words and patches among the tokens of a sequence.
 
     Args:
-        specials, words, patches: Indices of class and register tokens, of words, and of patches, which are contiguous.
+        before, after: Numbers of tokens before and after the patches.
+        order: Indices of the tokens in the order of a :class:`Layout`: a class token, other special tokens, words, and
+            then patches.
+        words: Number of words.
+        class_token: Whether the first token in this order may be a class token.
     """
 
-    specials: tuple[int, ...]
-    words: tuple[int, ...]
-    patches: tuple[int, ...]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Indices of the tokens in the order of a :class:`Layout`."""
-        return self.specials + self.words + self.patches
-
-    @property
-    def around(self) -> tuple[int, int]:
-        """Numbers of tokens before and after the patches."""
-        return self.patches[0], len(self.order) - 1 - self.patches[-1]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of an image: class and register tokens, then a grid in raster order.
-
-    Positions are in cells of the finer one of the grids of queries and keys. Frames of a video are stacked vertically
-    in one grid, and have the same positions.
-
-    Args:
-        prefix: Number of class and register tokens before the grid.
-        height, width: Numbers of rows (of all frames) and columns of the grid.
-        spacing: Distance from one row to the next, and from one column to the next.
-        origin: Position of the first row and of the first column.
-        frames: Number of frames; 1 for an image.
-    """
-
-    prefix: int
-    height: int
-    width: int
-    spacing: tuple[float, float] = (1.0, 1.0)
-    origin: tuple[float, float] = (0.0, 0.0)
-    frames: int = 1
-
-    @property
-    def count(self) -> int:
-        """Number of tokens."""
-        return self.prefix + self.height * self.width
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.height, self.width
-
-    @property
-    def rows(self) -> int:
-        """Rows of a frame."""
-        return self.height // self.frames
-
-    def index(self, row: float, column: float) -> int:
-        """Return the index of the token at fractions of height and width, in the middle frame of a video."""
-        above = self.frames // 2 * self.rows + int(row * self.rows)
-        return self.prefix + above * self.width + int(column * self.width)
-
-    def frame_numbers(self, device: torch.device) -> Tensor:
-        """Return the frame of each token, shape (count,); tokens before the grid count as its first cell."""
-        return self._places(device) // (self.rows * self.width)
-
-    def positions(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return row and column of each token, shape (count,); tokens before the grid count as its first cell."""
-        place = self._places(device)
-        y, x = place // self.width % self.rows, place % self.width
-        return (y * self.spacing[0] + self.origin[0]).to(dtype), (
-            x * self.spacing[1] + self.origin[1]
-        ).to(dtype)
-
-    def _places(self, device: torch.device) -> Tensor:
-        cells = self.height * self.width
-        return torch.arange(-self.prefix, cells, device=device).clamp_(min=0)
-
-    def axes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape (width,)."""
-        rows = np.arange(self.rows) * self.spacing[0] + self.origin[0]
-        columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
-        return rows, columns
+    before: int
+    after: int
+    order: Sequence[int]
+    words: int = 0
+    class_token: bool = True
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Grids of the queries and the keys of an attention.
+    """Description of the tokens of an attention: the grids of its queries and keys, and the other tokens.
 
     Args:
         queries, keys: Grids of queries and keys; None if a grid is unknown.
@@ -125,6 +55,12 @@ class Layout:
         asking: Kind of the queries: tokens of the image (or only its class token), learnt latents, words, or class
             tokens, one for each class.
         words: Number of words, which are the last ones of the tokens before the grid of keys.
+        cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
+        query_cut: Positions of the queries' windows, which may lie on another grid than the keys.
+        order: Indices of the model's queries and keys in the order of this layout, shapes (N_query,) and (N_key,); None
+            if this is the model's own order.
+        class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
+        distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
     """
 
     queries: Tokens | None
@@ -133,6 +69,11 @@ class Layout:
     asking: Literal["tokens", "latents", "words", "classes"] = "tokens"
     advice: str = ""
     words: int = 0
+    cut: Windows | None = None
+    query_cut: Windows | None = None
+    order: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    class_token: bool = field(default=True, compare=False)
+    distillation_token: bool = field(default=False, compare=False)
 
     @property
     def prefix(self) -> int:

@@ -102,8 +102,8 @@ class ReceptiveFields:
             )
         elif name == "pad" and call.argument(2, "mode", "constant") != "circular":
             # Pads are (left, right, top, bottom), or (left, right) of the last axis.
-            left, _, top, *_ = [*call.argument(1, "pad"), 0, 0]
-            self._slides(call, 1, 1, (top, left))
+            pads = [*call.argument(1, "pad"), 0, 0]
+            self._slides(call, 1, 1, (pads[2], pads[0]))
 
     def _slides(
         self, call: Call, kernel: Any, stride: Any, padding: Any, dilation: Any = 1

@@ -5,7 +5,7 @@ matrix product shows whether a softmax is multiplied with values of tokens.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
-from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.mask_units import UnitOrder, find_unit_order
+from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.softmax import (
     GivenLogits,
@@ -26,12 +24,7 @@ from tcnn_probe.attention.softmax import (
     ProductLogits,
     SoftmaxAttention,
 )
-from tcnn_probe.attention.token_grid import (
-    FeatureMaps,
-    find_layout,
-    pool_layout,
-    token_counts,
-)
+from tcnn_probe.attention.token_grid import is_in_pool, token_counts
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import (
     SeenAttention,
@@ -58,6 +51,8 @@ __all__ = [
 
 # Number of queries that are compared with the model's own softmax: a wrong scale, mask or order of axes shows in any.
 _QUERIES_TO_CHECK = 64
+# With more runs of tokens than these, an index is faster.
+_FEW_RUNS = 8
 _BETWEEN_CHANNELS = "attention between channels, not between tokens"
 Key = TypeVar("Key")
 
@@ -78,8 +73,8 @@ def softmax_attention_of(
     name: str,
     number: int,
     running: Running,
-    maps: FeatureMaps,
     images: int | None,
+    layout_of: Callable[[int, int, int], Layout],
 ) -> SoftmaxAttention:
     """Describe a call of torch in the innermost running module as an attention between tokens on their grids.
 
@@ -88,8 +83,8 @@ def softmax_attention_of(
         name: Name of the layer.
         number: Position of this attention among those of the module's call.
         running: Running modules and their inputs.
-        maps: Feature maps of the forward so far, which show the grids.
         images: Number of images whose tokens the layer gets; None if each row counts as an image.
+        layout_of: Function that finds the tokens, given the numbers of queries, of keys and of windows of an image.
 
     Raises:
         NoTokenAttentionError: The call is not attention between tokens.
@@ -108,13 +103,14 @@ def softmax_attention_of(
         )
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
-    in_order, fused = request, request.value is not None
-    order = None
-    layout = pool_layout(queries, keys, running, maps)
-    # Pools are recognised by their class, before shapes are compared, as a pool can have as many classes as patches.
-    if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
+    # A pool is recognised by its class, because it can have as many classes as patches.
+    if (
+        queries == keys
+        and not is_in_pool(running)
+        and is_between_channels(keys, heads, inputs)
+    ):
         raise NoTokenAttentionError(_BETWEEN_CHANNELS)
-    if fused and request.value is not None:
+    if request.value is not None:
         columns = request.value.shape[-1]
         if columns in tokens_if_channels(logits.shape, running):
             raise NoTokenAttentionError(_BETWEEN_CHANNELS)
@@ -123,40 +119,8 @@ def softmax_attention_of(
     if not images or rows % images:
         images = rows
     windows = rows // images
-    cut = _find_windows(running)
-    units = find_unit_order(queries, keys, windows, running)
-    if units is not None:
-        layout, cut = units.layout, units.cut
-        order = units.queries, units.keys
-        in_order = _units_in_order(request, units)
-        logits = logits_of(in_order, module)
-    if layout is None and request.not_on_grid:
-        layout = Layout(None, None, request.not_on_grid)
-    elif layout is None:
-        layout = find_layout(queries, keys, windows, running, maps)
-        if (
-            layout.keys is None
-            and cut is not None
-            and queries == keys == cut.window[0] * cut.window[1]
-        ):
-            # No feature map has the size of a window, but the block that cuts windows has their rows and columns.
-            layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        orders = maps.order(queries), maps.order(keys)
-        is_moved = orders != (range(queries), range(keys))
-        if is_moved and layout.keys is not None and windows == 1:
-            order = torch.tensor(orders[0]), torch.tensor(orders[1])
-            # Users of an attention expect class and register tokens first, so tokens are reordered here.
-            in_order = _grid_last(request, maps)
-            logits = logits_of(in_order, module)
-        if maps.words_ask:
-            reason = "the queries are words, which lie on no grid"
-            reason = reason if layout.keys else layout.reason
-            layout = Layout(None, layout.keys, reason, "words")
-        words = maps.words(keys) if layout.keys else 0
-        if words != layout.words:
-            layout = replace(layout, words=words)
-    if windows == 1 and cut is not None and cut.grid == cut.window:
-        cut = None  # the only window is the image
+    layout = layout_of(queries, keys, windows)
+    in_order, fused = _in_order(request, layout.order), request.value is not None
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -164,56 +128,48 @@ def softmax_attention_of(
         images=images,
         windows=windows,
         layout=layout,
-        cut=cut,
-        query_cut=cut if units is None else units.query_cut,
-        order=order,
-        logits=logits,
-        class_token=maps.has_class_token(keys),
-        distillation_token=maps.special.distillation_token,
+        logits=logits if in_order is request else logits_of(in_order, module),
         compare=partial(discrepancy, request, module),
         find_values=partial(values_of, in_order, module) if fused else None,
-        find_outputs=partial(_outputs_in_order, request, module, maps)
+        find_outputs=partial(_outputs_in_order, request, module, layout)
         if fused
         else None,
         residual=partial(
-            _residual_in_order, list(running), images, queries * windows, maps
+            _residual_in_order, list(running), images, queries * windows, layout
         ),
     )
 
 
-def _find_windows(running: Running) -> Windows | None:
-    """Return the windows of the innermost module that cuts its input into windows; None if no module does."""
-    for module, inputs in reversed(running):
-        if cut := known(module).windows:
-            return cut(module, inputs)
-    return None
-
-
-def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
-    """Return the description with tokens that come after the grid moved before it."""
+def _in_order(
+    request: SeenAttention, order: tuple[Tensor, Tensor] | None
+) -> SeenAttention:
+    """Return the description with queries and keys in another order, given by their indices."""
+    if order is None:
+        return request
+    # Users of an attention expect class and register tokens first, and the grid row by row.
+    queries, keys = order
 
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
-        return (
-            None if x is None else _put_grid_last(_put_grid_last(x, -2, maps), -1, maps)
-        )
+        return None if x is None else _put(_put(x, -2, queries), -1, keys)
 
-    if request.logits is not None:
-        return replace(request, logits=ordered_matrix(request.logits))
-    assert request.query is not None
-    assert request.key is not None
-    assert request.value is not None
-    query, key, value = (
-        _put_grid_last(x, -2, maps) for x in (request.query, request.key, request.value)
-    )
     modification = request.modification
     if modification is not None:
         modification = replace(
             modification,
-            queries=_put_grid_last(modification.queries, 0, maps),
-            keys=_put_grid_last(modification.keys, 0, maps),
+            queries=_put(modification.queries, 0, queries),
+            keys=_put(modification.keys, 0, keys),
         )
+    query, key, value = (
+        None if x is None else _put(x, -2, order)
+        for x, order in (
+            (request.query, queries),
+            (request.key, keys),
+            (request.value, keys),
+        )
+    )
     return replace(
         request,
+        logits=ordered_matrix(request.logits),
         query=query,
         key=key,
         value=value,
@@ -222,40 +178,33 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     )
 
 
-def _units_in_order(request: SeenAttention, units: UnitOrder) -> SeenAttention:
-    """Return the description with tokens of mask units in row-by-row order."""
-
-    def ordered(x: Tensor | None, dim: int, order: Tensor) -> Tensor | None:
-        return None if x is None else x.index_select(dim, order.to(x.device))
-
-    return replace(
-        request,
-        logits=ordered(ordered(request.logits, -2, units.queries), -1, units.keys),
-        query=ordered(request.query, -2, units.queries),
-        key=ordered(request.key, -2, units.keys),
-        value=ordered(request.value, -2, units.keys),
-    )
-
-
-def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
-    """Put tokens in the order of a layout, along one axis."""
-    order = maps.order(x.shape[dim])
+def _put(x: Tensor, dim: int, order: Tensor) -> Tensor:
+    """Put tokens in an order along one axis; a mask may be the same for all of them."""
+    if x.shape[dim] != len(order):
+        return x
+    indices = order.tolist()
     # Runs of consecutive tokens are concatenated, because an index would first have to be copied to the device.
-    starts = [i for i, place in enumerate(order) if i == 0 or place != order[i - 1] + 1]
-    ends = [*starts[1:], len(order)]
+    starts = [
+        i for i, index in enumerate(indices) if i == 0 or index != indices[i - 1] + 1
+    ]
+    if len(starts) > _FEW_RUNS:
+        return x.index_select(dim, order.to(x.device))
+    ends = [*starts[1:], len(indices)]
     runs = [
-        x.narrow(dim, order[start], end - start)
+        x.narrow(dim, indices[start], end - start)
         for start, end in zip(starts, ends, strict=True)
     ]
     return torch.cat(runs, dim) if len(runs) > 1 else x
 
 
 def _residual_in_order(
-    running: Running, images: int, count: int, maps: FeatureMaps
+    running: Running, images: int, count: int, layout: Layout
 ) -> Tensor | None:
-    """Return the tokens that enter the block, with those before and after the grid first."""
+    """Return the tokens that enter the block, in the order of the layout's queries."""
     tokens = residual_tokens(running, images, count)
-    return None if tokens is None else _put_grid_last(tokens, 1, maps)
+    if tokens is None or layout.order is None:
+        return tokens
+    return _put(tokens, 1, layout.order[0])
 
 
 @torch.no_grad()
@@ -309,10 +258,11 @@ def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
 
 
 def _outputs_in_order(
-    request: SeenAttention, module: nn.Module, maps: FeatureMaps
+    request: SeenAttention, module: nn.Module, layout: Layout
 ) -> Tensor:
-    """Return the outputs of the heads, with tokens before and after the grid first."""
-    return _put_grid_last(_outputs_of(request, module), -2, maps)
+    """Return the outputs of the heads, in the order of the layout's queries."""
+    outputs = _outputs_of(request, module)
+    return outputs if layout.order is None else _put(outputs, -2, layout.order[0])
 
 
 def logits_of(request: SeenAttention, module: nn.Module) -> Logits:

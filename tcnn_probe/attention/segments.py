@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tcnn_probe.attention.feature_maps import MOST_SPECIAL
 from tcnn_probe.attention.softmax_statistics import LOWEST, SoftmaxRows
-from tcnn_probe.attention.token_grid import MOST_SPECIAL
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.softmax import SoftmaxAttention

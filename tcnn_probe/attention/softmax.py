@@ -369,16 +369,12 @@ class SoftmaxAttention(Attention):
     Args:
         logits: Logits of some rows and queries at a time.
         is_padded: Whether there was padding in the first forward with inputs of these sizes.
-        class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
-        distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
         compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if there is none.
         find_values, find_outputs: Functions for :meth:`values` and :meth:`head_outputs`; None if there are no values.
     """
 
     logits: Logits
     is_padded: bool = False
-    class_token: bool = True
-    distillation_token: bool = False
     compare: Callable[[], tuple[Tensor, float] | None] | None = None
     find_values: Callable[[], Tensor] | None = None
     find_outputs: Callable[[], Tensor] | None = None
@@ -416,7 +412,7 @@ class SoftmaxAttention(Attention):
             if queries is not None
             else self.queries <= self.layout.prefix
         )
-        has_class_token = starts_with_specials and self.class_token
+        has_class_token = starts_with_specials and self.layout.class_token
         return 0 if is_single_query or has_class_token else None
 
     @property
@@ -426,7 +422,7 @@ class SoftmaxAttention(Attention):
         has_second = queries is not None and queries.prefix > 1
         return (
             1
-            if has_second and self.distillation_token and self.class_query == 0
+            if has_second and self.layout.distillation_token and self.class_query == 0
             else None
         )
 
@@ -434,7 +430,8 @@ class SoftmaxAttention(Attention):
     def class_tokens(self) -> int:
         """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
         specials = self.layout.prefix - self.layout.words
-        return min(specials, self.class_token + self.distillation_token)
+        layout = self.layout
+        return min(specials, layout.class_token + layout.distillation_token)
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""

@@ -14,6 +14,7 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.convolved import CONVOLVED
+from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.gated import GATED, GATED_LAYERS, GatedAttention
 from tcnn_probe.attention.head_edit import HeadEdit, edit_call
 from tcnn_probe.attention.head_editor import (
@@ -39,7 +40,7 @@ from tcnn_probe.attention.reconstruction import (
     tokens_if_channels,
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
-from tcnn_probe.attention.token_grid import FeatureMaps
+from tcnn_probe.attention.token_grid import find_layout
 from tcnn_probe.attention.token_order import (
     LOST_IMAGES,
     PlaceTracker,
@@ -293,9 +294,9 @@ class AttentionStream:
         """Height and width of the images that were embedded last; None if unknown."""
         return None if self._maps.patches else self._maps.size
 
-    def around(self, count: int) -> tuple[int, int] | None:
-        """Return how many of ``count`` tokens come before and after the grid; None if this is unknown."""
-        return self._maps.around(count)
+    def arrange(self, count: int) -> Arrangement:
+        """Return which of ``count`` tokens come before and after the grid, as far as this is known."""
+        return self._maps.arrange(count)
 
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
@@ -485,12 +486,21 @@ class AttentionStream:
             self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
         call = self._call, layer
         arrangement, words_ask = self._words.get(call, (None, False))
-        maps = self._maps.of_attention(arrangement, words_ask=words_ask)
+        layout_of = partial(
+            find_layout,
+            running=running,
+            maps=self._maps,
+            tracked=arrangement,
+            words_ask=words_ask,
+            not_on_grid=request.not_on_grid,
+        )
         images = None if words_ask else self._images_of(layer, running)
         with named_in_errors(layer):
             try:
                 attention = self._ordered(
-                    softmax_attention_of(request, layer, number, running, maps, images)
+                    softmax_attention_of(
+                        request, layer, number, running, images, layout_of
+                    )
                 )
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.

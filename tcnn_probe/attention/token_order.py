@@ -100,7 +100,13 @@ def arrangement_of(places: Places) -> Arrangement | None:
         return None
     words = (places < 0).nonzero()[:, 0].tolist()
     specials = places.isnan().nonzero()[:, 0].tolist()
-    return Arrangement(tuple(specials), tuple(words), tuple(patches))
+    return Arrangement(
+        before=patches[0],
+        after=len(places) - 1 - patches[-1],
+        order=[*specials, *words, *patches],
+        words=len(words),
+        class_token=bool(specials),
+    )
 
 
 def are_words(places: Places) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tcnn_model.outputs import class_scores
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.models import check_model, layer_names, plain_name
 
@@ -245,9 +245,9 @@ class _Outputs(AttentionListener):
     def place_prefixes(self, stream: AttentionStream) -> None:
         """Place special tokens after the grid if the model has them there; attention places all before the grid."""
         for count, tokens in self._grids.items():
-            around = stream.around(count)
-            if around and around[1]:
-                self._grids[count] = replace(tokens, prefix=around[0])
+            arrangement = stream.arrange(count)
+            if arrangement.after:
+                self._grids[count] = replace(tokens, prefix=arrangement.before)
 
     def last(self, score: Tensor) -> _Output:
         """Return the last feature map, or the last tokens after it on which the score depends."""
