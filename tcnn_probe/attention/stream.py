@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -14,7 +14,6 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.convolved import CONVOLVED
-from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.gated import GATED, GATED_LAYERS, GatedAttention
 from tcnn_probe.attention.head_edit import HeadEdit, edit_call
 from tcnn_probe.attention.head_editor import (
@@ -24,12 +23,7 @@ from tcnn_probe.attention.head_editor import (
     next_order,
     run_with_gates,
 )
-from tcnn_probe.attention.layout import (
-    Arrangement,
-    GivenTokens,
-    Tokens,
-    special_tokens,
-)
+from tcnn_probe.attention.layout import Arrangement, GivenTokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
@@ -39,18 +33,7 @@ from tcnn_probe.attention.reconstruction import (
     softmax_attention_of,
     tokens_if_channels,
 )
-from tcnn_probe.attention.softmax import SoftmaxAttention
-from tcnn_probe.attention.token_grid import find_layout
-from tcnn_probe.attention.token_order import (
-    LOST_IMAGES,
-    PlaceTracker,
-    View,
-    are_words,
-    arrangement_of,
-    images_of_views,
-    objection_to_order,
-)
-from tcnn_probe.hooks.compilation import never_compiled
+from tcnn_probe.attention.token_finder import TokenFinder
 from tcnn_probe.hooks.forwards import Forward, Forwards, ModuleCall, Running
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -64,13 +47,10 @@ from tcnn_probe.hooks.interception import (
     TorchCall,
 )
 from tcnn_probe.hooks.modes import named_in_errors
-from tcnn_probe.hooks.private_torch import DisableTorchFunction
-from tcnn_probe.images import batch_of, input_tensors
+from tcnn_probe.images import input_tensors
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_stream"]
-
-A = TypeVar("A", bound=Attention)
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED, CONVOLVED)
 """Layers whose attention is described as a whole."""
@@ -243,27 +223,10 @@ class AttentionStream:
                     self._whole[layer] = kind
                     for seam, role in kind.seams(layer).items():
                         self._seams[seam] = layer, role
-        self._fields = fields
-        self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
+        self._tokens = TokenFinder(self._names, tokens or GivenTokens(), fields)
         self._explained: set[nn.Module] = set()
-        # A call is identified by the part of the model that was called, its mode and the sizes of its inputs. Places of
-        # tokens are tracked in one forward for each of these.
-        self._call: tuple[Any, ...] = ()
-        self._followed: set[tuple[Any, ...]] = set()
-        # Entries in whose forwards images were seen to move.
-        self._moved: set[nn.Module] = set()
-        self._places: PlaceTracker | None = None
-        self._batch = 0
-        # Reasons why layers have no maps, "" if each row of the batch is an image of the layer.
-        self._without_maps: dict[tuple[Any, str], str] = {}
-        self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
-        # Positions of words among the keys of a layer, and whether its queries are words.
-        self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
-        self._padded: dict[tuple[Any, str], bool] = {}
         # The attention of the running call of torch, if it was shown.
         self._last: _ShownSoftmax | None = None
-        # Numbers of rows that an image has in a layer, if the model has multiplied its tokens.
-        self._copies: dict[tuple[Any, str], int] = {}
         # Modules in which attention was seen.
         self.attending: set[nn.Module] = set()
         self._reset()
@@ -292,11 +255,12 @@ class AttentionStream:
     @property
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the images that were embedded last; None if unknown."""
-        return None if self._maps.patches else self._maps.size
+        maps = self._tokens.maps
+        return None if maps.patches else maps.size
 
     def arrange(self, count: int) -> Arrangement:
         """Return which of ``count`` tokens come before and after the grid, as far as this is known."""
-        return self._maps.arrange(count)
+        return self._tokens.maps.arrange(count)
 
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
@@ -304,56 +268,29 @@ class AttentionStream:
         self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
     ) -> bool:
         """Ask the listener whether to follow the call; one with an empty batch is not followed."""
-        tensors, batch = input_tensors(inputs), batch_of(inputs)
-        if any(x.numel() == 0 for x in tensors):
+        if any(x.numel() == 0 for x in input_tensors(inputs)):
             return False
         if not self._listener.begins(entry, inputs, continues=continues):
             return False
         self._reset()
         self.verification.begin()
-        # If the images came with an earlier call of this forward, the inputs are tokens, maps or masks.
-        has_images = continues and self._maps.size is not None
-        self._maps.enter(
-            inputs, whole_model=self._names[entry] == "", continues=continues
-        )
-        rows = 0 if batch is None else len(batch)
-        if not continues or not self._batch:
-            self._batch = rows
-        # The number of images is left out, because the order of tokens does not depend on it; but a single image shows
-        # nothing of the order of images, and calls of parts can have other rows than the forward.
-        shapes = [tuple(x.shape[1:]) for x in tensors]
-        self._call = (entry, entry.training, rows == 1, rows == self._batch, *shapes)
-        if self._call not in self._followed:
-            self._places = PlaceTracker(
-                tensors,
-                batch if batch is not None and rows == self._batch else (),
-                self._maps.patches,
-                numbers_pixels=not has_images,
-                fields=self._fields,
-            )
+        is_whole = self._names[entry] == ""
+        self._tokens.begins(entry, inputs, whole_model=is_whole, continues=continues)
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
-        return [] if self._places is None else [self._places]
+        return self._tokens.modes
 
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
-        if self._maps.seeks(module):
-            self._note_image(module, inputs)
-
-    @never_compiled
-    def _note_image(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        with DisableTorchFunction():
-            image = self._maps.called(module, inputs)
-            if image is not None and self._places is not None:
-                self._places.see(image)
+        self._tokens.called(module, inputs)
 
     def asked(self, forward: Forward, request: Seen) -> Sequence[Answer]:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
         self._last = None
         if isinstance(request, SeenJoin):
-            self._maps.joins(request.lengths)
+            self._tokens.maps.joins(request.lengths)
         elif isinstance(request, SeenCopy):
             self._tracker.copied(request)
             for shown in self._shown:
@@ -406,7 +343,7 @@ class AttentionStream:
         module = call.module
         self._counts.pop(module, None)
         self._ran.add(module)
-        self._maps.passes([*call.inputs, output])
+        self._tokens.maps.passes([*call.inputs, output])
         if module in self._seams:
             layer, role = self._seams[module]
             self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
@@ -420,9 +357,7 @@ class AttentionStream:
     def ends(self, output: Any) -> None:
         """Update ``layers`` and ``unsupported``, and notify the listener."""
         shown, ran = self._shown, self._ran
-        self._followed.add(self._call)
-        if self._moves_images:
-            self._followed.discard(self._call)
+        self._tokens.ends()
         self._reset()
         # settle() may raise, so the state of the forward is cleared before.
         self.verification.settle()
@@ -458,9 +393,8 @@ class AttentionStream:
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
         # Whole attentions that were shown before their layers have returned.
         self._described: dict[nn.Module, Attention] = {}
-        self._places = None
+        self._tokens.forget_forward()
         self._last = None
-        self._moves_images = False
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
@@ -481,46 +415,28 @@ class AttentionStream:
         number = self._counts[module]
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
-        if self._places is not None:
-            queries, keys = self._places.queries, self._places.keys
-            self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
-        call = self._call, layer
-        arrangement, words_ask = self._words.get(call, (None, False))
-        layout_of = partial(
-            find_layout,
-            running=running,
-            maps=self._maps,
-            tracked=arrangement,
-            words_ask=words_ask,
-            not_on_grid=request.not_on_grid,
-        )
-        images = None if words_ask else self._images_of(layer, running)
+        tokens, heads = self._tokens, request.heads
+        words_ask = tokens.words_ask(layer)
+        layout_of = partial(tokens.layout_of, layer, running, request.not_on_grid)
         with named_in_errors(layer):
             try:
-                attention = self._ordered(
-                    softmax_attention_of(
-                        request, layer, number, running, images, layout_of
-                    )
+                images = tokens.images_of(layer, running)
+                attention = softmax_attention_of(
+                    request, layer, number, running, images, layout_of
                 )
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return ()
-            views: Sequence[View] = ()
-            if self._places is not None:
-                views = self._places.views_of_rows(
-                    attention.rows, module, request.heads
-                )
             with without_autocast(attention.source):
-                # Reading this waits for a GPU, so it is done once.
-                if call not in self._padded:
-                    visibility = attention.visibility
-                    self._padded[call] = visibility is not None and visibility.is_padded
-                known_facts: dict[str, Any] = {"is_padded": self._padded[call]}
+                attention = tokens.note_padding(attention)
                 if not words_ask:
-                    known_facts |= self._numbers_of(attention, views)
-                attention = replace(attention, **known_facts)
+                    rows = attention.rows
+                    attention = tokens.number_images(
+                        attention,
+                        lambda tracker: tracker.views_of_rows(rows, module, heads),
+                    )
                 if self.verification.needed(layer):
                     self._verify(layer, request, attention.discrepancy())
                 edit = self._listener.attends(attention)
@@ -550,78 +466,6 @@ class AttentionStream:
         apply = partial(edit_call, module=module)
         return [Answer(self._order, self, edit, apply)]
 
-    def _images_of(self, layer: str, running: Running) -> int | None:
-        """Return the number of images of a layer, of each of which it may get several copies; None if it is unknown."""
-        images, (_, inputs) = self._maps.images, running[-1]
-        rows = next((len(x) for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
-        if not images:
-            return None
-        call = self._call, layer
-        if self._places is not None:
-            is_copied = rows > images and self._places.shows_whole_images(inputs)
-            self._copies[call] = rows // images if is_copied else 1
-        return images * self._copies.get(call, 1)
-
-    def _ordered(self, attention: SoftmaxAttention) -> SoftmaxAttention:
-        """Return an attention without the grids that contradict the tracked places of its tokens."""
-        call, layout = (self._call, attention.name), attention.layout
-        # Windows are not checked, as they are cut by known classes, after a roll.
-        if self._places is not None and attention.windows == 1:
-            queries, keys = self._places.queries, self._places.keys
-            orders = attention.order or (None, None)
-            if keys is None and layout.queries == layout.keys:
-                keys = queries  # talking heads (CaiT) mix the logits, which loses the keys' places
-            self._objections[call] = (
-                _objection(queries, layout.queries, orders[0]),
-                _objection(keys, layout.keys, orders[1]),
-            )
-        to_queries, to_keys = self._objections.get(call, ("", ""))
-        if not to_queries and not to_keys:
-            return attention
-        # Distances need both grids, but maps of class tokens need only the grid of keys.
-        changed = replace(
-            layout,
-            queries=None,
-            keys=None if to_keys else layout.keys,
-            reason=to_queries or to_keys,
-            advice="",
-            words=0 if to_keys else layout.words,
-        )
-        return replace(attention, layout=changed)
-
-    def _numbers_of(
-        self, attention: Attention, views: Sequence[View]
-    ) -> dict[str, Any]:
-        """Return the numbers of an attention's images in the batch, or the reason why it has no maps, as its fields."""
-        batch = self._batch
-        if not batch:
-            return {}
-        call = self._call, attention.name
-        numbers: Sequence[int] | None = range(attention.images)
-        if self._places is not None:
-            numbers, reason = images_of_views(views, attention.images)
-            if reason == LOST_IMAGES and self._places.failure:
-                reason += f" ({self._places.failure})"
-            self._without_maps[call] = reason
-        elif call in self._without_maps:
-            reason = self._without_maps[call]
-        elif attention.images != batch or self._call[0] in self._moved:
-            reason = LOST_IMAGES
-            self._moves_images = True
-        else:  # a layer that did not run before, in a model in which no image has moved
-            reason = ""
-        # Images that move in one forward move elsewhere in the next one, which therefore has to be followed, too.
-        if not reason and list(numbers or ()) != list(range(batch)):
-            self._moves_images = True
-            self._moved.add(self._call[0])
-            if self._places is None:
-                reason = LOST_IMAGES
-        return {
-            "batch": batch,
-            "image_numbers": None if reason else numbers,
-            "without_maps": reason,
-        }
-
     def edit_of(self, layer: nn.Module, x: Tensor) -> HeadEdit | None:
         """Show the attention of a gated layer for an input before its heads are combined, and return an edit."""
         forward = self._forwards.followed
@@ -648,10 +492,9 @@ class AttentionStream:
             attention = self._whole[layer].describe(
                 layer, call.inputs[0], formed, name, running
             )
-            views = (
-                [] if self._places is None else self._places.views_of(call.inputs[0])
+            attention = self._tokens.number_images(
+                attention, lambda tracker: tracker.views_of(call.inputs[0])
             )
-            attention = replace(attention, **self._numbers_of(attention, views))
             self._described[layer] = attention
             return self._listener.attends(attention)
 
@@ -711,14 +554,3 @@ class _GatedLayer(HeadListener):
     def attends(self, attention: Attention) -> HeadEdit | None:
         assert isinstance(attention, GatedAttention)
         return self._stream.edit_of(attention.module, attention.x)
-
-
-def _objection(
-    places: Tensor | None, tokens: Tokens | None, order: Tensor | None
-) -> str:
-    """Return the reason why tokens are not on a grid in an order of their places; "" if they are."""
-    if tokens is None:
-        return ""
-    if places is not None and order is not None and len(places) == len(order):
-        places = places[order]
-    return objection_to_order(places, tokens)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe.architectures import lookup
 from tcnn_probe.architectures.record import LayerRecord
-from tcnn_probe.attention import stream as stream_module
+from tcnn_probe.attention import token_finder
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.carried_numbers import CarriedNumbers
 from tcnn_probe.attention.layout import Layout, Tokens
@@ -209,7 +209,7 @@ def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -
         followed.append(places)
         return ""
 
-    monkeypatch.setattr(stream_module, "objection_to_order", spy)
+    monkeypatch.setattr(token_finder, "objection_to_order", spy)
     layouts(Ordered(ORDERS["shuffled"], unfused).eval(), torch.randn(IMAGES))
     height, width = IMAGES[2:]
     pixels = np.arange(height * width).reshape(ROWS, PATCH, COLUMNS, PATCH)
@@ -500,7 +500,7 @@ def test_grids_of_ordinary_models_are_confirmed(
         followed.append(places is not None)
         return objection_to_order(places, tokens)
 
-    monkeypatch.setattr(stream_module, "objection_to_order", spy)
+    monkeypatch.setattr(token_finder, "objection_to_order", spy)
     torch.manual_seed(0)
     name, options, size = RIGHT[case]
     model = timm.create_model(name, num_classes=5, **options).eval()
@@ -620,7 +620,7 @@ def test_pixels_are_followed_once_for_each_size(
             followed.extend(x.shape for x in inputs)
             super().__init__(inputs, *rest, **options)
 
-    monkeypatch.setattr(stream_module, "PlaceTracker", Counted)
+    monkeypatch.setattr(token_finder, "PlaceTracker", Counted)
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
