@@ -42,7 +42,6 @@ from tcnn_probe.hooks.interception import (
     Answer,
     SeenAttention,
     SeenCopy,
-    SeenOperand,
     SeenProduct,
     TorchCall,
     owned,
@@ -119,9 +118,7 @@ class LayerCall(Call):
         answers: Edits by number of the attention; each head belongs to one edit.
         answered: Listeners that expected an attention of this call.
         objection: Reason why an edited softmax is not attention between tokens; "" if there is none.
-        waiting: Edited softmaxes that were not multiplied with values yet, by number, as in
-            :meth:`ValueProductTracker.weighed_by`.
-        tracker: Products of the call, which show what softmaxes are multiplied with.
+        tracker: Products of the call, which show what edited softmaxes, by number, are multiplied with.
     """
 
     listeners: Sequence[tuple[int, HeadListener]] = ()
@@ -129,10 +126,7 @@ class LayerCall(Call):
     answers: dict[int, Sequence[Answer]] = field(default_factory=dict)
     answered: set[HeadListener] = field(default_factory=set)
     objection: str = ""
-    waiting: dict[int, tuple[SeenOperand, bool, frozenset[int]]] = field(
-        default_factory=dict
-    )
-    tracker: ValueProductTracker = field(default_factory=ValueProductTracker)
+    tracker: ValueProductTracker[int] = field(default_factory=ValueProductTracker)
 
     def ask(self, attention: Attention) -> list[Answer]:
         """Return the edits of an attention."""
@@ -178,10 +172,7 @@ class LayerCall(Call):
         with DisableTorchFunction():
             request = call.describe()
         if isinstance(request, SeenProduct):
-            for number, objection in self.tracker.weighed_by(
-                request, self.waiting
-            ).items():
-                del self.waiting[number]
+            for objection in self.tracker.multiplied(request).values():
                 self.objection = self.objection or objection
         elif isinstance(request, SeenCopy):
             self.tracker.copied(request)
@@ -226,8 +217,7 @@ class LayerCall(Call):
             rows, heads, queries, keys = as_rows(call.heads, self.module).shape
             around = [ModuleCall(self.module, self.inputs)]
             tokens = tokens_if_channels((rows, heads, queries, keys), around)
-            has_heads = heads > 1 or call.heads.ndim > 3
-            self.waiting[number] = SeenOperand.of(output), has_heads, tokens
+            self.tracker.wait(number, output, has_heads=heads > 1, tokens=tokens)
 
 
 class HeadEditor(Calls[LayerCall]):
@@ -320,7 +310,7 @@ class HeadEditor(Calls[LayerCall]):
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, which may add terms to the output."""
-        if call.waiting:
+        if call.tracker.waiting:
             call.objection = (
                 call.objection or "a softmax that is not multiplied with values"
             )

@@ -27,12 +27,6 @@ Indices = range | list[int]
 # Number of queries whose weights are computed at once if all are kept, so that unselected heads take little memory.
 _QUERIES_AT_ONCE = 64
 
-# Largest memory in use at a time, relative to that of the result.
-_PEAK = 1.2
-_SMALLER = (
-    "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images"
-)
-
 
 @dataclass(frozen=True)
 class MapSelection:
@@ -123,7 +117,6 @@ class MapKeeper(AttentionListener):
         images: Number of images of the forward.
         copies: Number of forwards over all batches.
         max_bytes: Largest size of the maps of all these forwards.
-        room: Number of bytes that the machine has free; None if it is unknown.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class MapKeeper(AttentionListener):
         images: int,
         copies: int,
         max_bytes: int,
-        room: float | None = None,
     ) -> None:
         self.maps: list[LayerMaps] = []
         self.missing: dict[str, str] = {}
@@ -141,7 +133,6 @@ class MapKeeper(AttentionListener):
         self._images = images
         self._copies = copies
         self._max_bytes = max_bytes
-        self._room = math.inf if room is None else room / _PEAK
         self._shown: list[LayerMaps] = []
         self._bytes = 0
 
@@ -150,12 +141,7 @@ class MapKeeper(AttentionListener):
         if self._bytes > self._max_bytes:
             raise ValueError(
                 f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got {self._bytes / 1e9:.2f} GB: "
-                f"{_SMALLER}, or a larger max_bytes"
-            )
-        if self._bytes > self._room:
-            raise ValueError(
-                f"expected maps that fit into the {self._room * _PEAK / 1e9:.2f} GB of memory that are free, got "
-                f"{self._bytes / 1e9:.2f} GB, for which {_PEAK} times as much is needed: {_SMALLER}"
+                "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images, or a larger max_bytes"
             )
 
     def attends(self, attention: Attention) -> None:
@@ -177,7 +163,7 @@ class MapKeeper(AttentionListener):
         count = self._copies * attention.images * per_image
         # Counting continues beyond the limit, so that the error can give the total size.
         self._bytes += attention.dtype.itemsize * count
-        if self._bytes > min(self._max_bytes, self._room):
+        if self._bytes > self._max_bytes:
             return
         arrays = {}
         # The model may sort its images.

@@ -5,10 +5,10 @@ matrix product shows whether a softmax is multiplied with values of tokens.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -409,16 +409,45 @@ class Verification:
         self._passed |= shares.keys()
 
 
-class ValueProductTracker:
+class _Waiting(NamedTuple):
+    """A softmax that was not multiplied yet.
+
+    Args:
+        softmax: The softmax.
+        has_heads: Whether it has an axis of heads.
+        tokens: Numbers of tokens of the layer if its keys may be channels.
+    """
+
+    softmax: SeenOperand
+    has_heads: bool
+    tokens: frozenset[int]
+
+
+class ValueProductTracker(Generic[Key]):
     """Tells, in one forward, whether a softmax is multiplied with values of tokens.
 
     It is not attention between tokens if its factor is the same for all images (a codebook, or embeddings of classes),
     or a product of keys and values: then its last axis is an axis of channels, as in linear attention.
+
+    Attributes:
+        waiting: Softmaxes that were not multiplied yet, by key.
     """
 
     def __init__(self) -> None:
+        self.waiting: dict[Key, _Waiting] = {}
         self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
         self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+
+    def wait(
+        self, key: Key, softmax: Tensor, *, has_heads: bool, tokens: frozenset[int]
+    ) -> None:
+        """Wait until a softmax is multiplied, or until its edited form is."""
+        has_heads |= softmax.ndim > 3
+        self.waiting[key] = _Waiting(SeenOperand.of(softmax), has_heads, tokens)
+
+    def replace(self, key: Key, softmax: Tensor) -> None:
+        """Wait for another tensor in place of a softmax."""
+        self.waiting[key] = self.waiting[key]._replace(softmax=SeenOperand.of(softmax))
 
     def copied(self, copy: SeenCopy) -> None:
         """Note a copy, which has the properties of its sources."""
@@ -431,24 +460,15 @@ class ValueProductTracker:
         if any(_contains(self._summaries, source) for source in copy.sources):
             self._summaries.append(entry)
 
-    def weighed_by(
-        self,
-        product: SeenProduct,
-        softmaxes: Mapping[Key, tuple[SeenOperand, bool, frozenset[int]]],
-    ) -> dict[Key, str]:
-        """Return the softmaxes that are factors of a product.
-
-        Args:
-            product: Matrix product.
-            softmaxes: Softmaxes that were not multiplied yet, each with whether it has an axis of heads, and with the
-                numbers of tokens of its layer if its keys may be channels.
+    def multiplied(self, product: SeenProduct) -> dict[Key, str]:
+        """Return the waiting softmaxes that are factors of a product, which do not wait any more.
 
         Returns:
             By the softmax's key: "" if it is multiplied with values of tokens, else the reason why it is not attention
             between tokens.
         """
         reasons = {}
-        for key, (softmax, has_heads, tokens) in softmaxes.items():
+        for key, (softmax, has_heads, tokens) in self.waiting.items():
             for operand, values in product.pairs:
                 if softmax.is_in(operand, heads=has_heads):
                     is_channels = values.shape[-1] in tokens
@@ -456,6 +476,8 @@ class ValueProductTracker:
                         _BETWEEN_CHANNELS if is_channels else self._objection(values)
                     )
                     break
+        for key in reasons:
+            del self.waiting[key]
         output = product.output()
         is_shared = any(operand.shared for pair in product.pairs for operand in pair)
         # A product of two activations, none of which is such a softmax, may be a product of keys and values.

@@ -41,7 +41,6 @@ from tcnn_probe.hooks.interception import (
     SeenAttention,
     SeenCopy,
     SeenJoin,
-    SeenOperand,
     SeenProduct,
     SeenUnmeasured,
     TorchCall,
@@ -154,20 +153,14 @@ class _ShownSoftmax:
     Args:
         layer: Name of the layer.
         module: Module that called the softmax.
-        operand: The softmax, as long as it is unknown whether it is multiplied with values; None afterwards.
-        has_heads: Whether the softmax has an axis of heads.
         objection: Reason why the softmax does not count as attention; "" if there is none.
-        tokens: Numbers of tokens of the layer if its keys may be channels.
         output: Output of attention if the model also gets the log-sum-exp, with which it may renormalise the output.
     """
 
     layer: str
     module: nn.Module
-    operand: SeenOperand | None
-    has_heads: bool
     objection: str = ""
     output: Tensor | None = None
-    tokens: frozenset[int] = frozenset()
 
     def note_copy(self, copy: SeenCopy) -> None:
         """Note an objection if the model renormalises the output, because its softmax then includes other logits."""
@@ -300,13 +293,7 @@ class AttentionStream:
             if self._wants(name):
                 self.unsupported[name] = request.reason
         elif isinstance(request, SeenProduct):
-            waiting = {
-                shown: (shown.operand, shown.has_heads, shown.tokens)
-                for shown in self._shown
-                if shown.operand is not None
-            }
-            for shown, objection in self._tracker.weighed_by(request, waiting).items():
-                shown.operand = None
+            for shown, objection in self._tracker.multiplied(request).items():
                 shown.objection = objection
         else:
             return self._show_softmax(forward, request)
@@ -317,8 +304,8 @@ class AttentionStream:
         shown = self._last
         if shown is None:
             return
-        if shown.operand is not None:
-            shown.operand = SeenOperand.of(output)
+        if shown in self._tracker.waiting:
+            self._tracker.replace(shown, output)
         if call.is_multihead and self.verification.needed(shown.layer):
             call.unedited()
             request = call.describe()
@@ -356,14 +343,14 @@ class AttentionStream:
 
     def ends(self, output: Any) -> None:
         """Update ``layers`` and ``unsupported``, and notify the listener."""
-        shown, ran = self._shown, self._ran
+        shown, ran, waiting = self._shown, self._ran, self._tracker.waiting
         self._tokens.ends()
         self._reset()
         # settle() may raise, so the state of the forward is cleared before.
         self.verification.settle()
         confirmed = {}
         for softmax in shown:
-            if softmax.operand is None and not softmax.objection:
+            if softmax not in waiting and not softmax.objection:
                 confirmed[softmax.layer] = softmax.module
         self.layers |= confirmed
         for softmax in shown:
@@ -389,7 +376,7 @@ class AttentionStream:
         # Numbers of attentions so far in the calls of running modules.
         self._counts: Counter[nn.Module] = Counter()
         self._ran: set[nn.Module] = set()
-        self._tracker = ValueProductTracker()
+        self._tracker = ValueProductTracker[_ShownSoftmax]()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
         # Whole attentions that were shown before their layers have returned.
         self._described: dict[nn.Module, Attention] = {}
@@ -441,17 +428,12 @@ class AttentionStream:
                     self._verify(layer, request, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention includes the product with values; a plain softmax has to wait for it.
-        operand = (
-            None
-            if request.logits is None or request.output is None
-            else SeenOperand.of(request.output)
-        )
-        has_heads = attention.heads > 1 or (
-            operand is not None and len(operand.shape) > 3
-        )
-        shown = _ShownSoftmax(layer, module, operand, has_heads)
-        if operand is not None:
-            shown.tokens = tokens_if_channels(attention.shape, running)
+        shown = _ShownSoftmax(layer, module)
+        if request.logits is not None and request.output is not None:
+            channels = tokens_if_channels(attention.shape, running)
+            self._tracker.wait(
+                shown, request.output, has_heads=attention.heads > 1, tokens=channels
+            )
         if request.gives_lse and request.output is not None:
             # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
             shown.output = request.output
@@ -500,7 +482,7 @@ class AttentionStream:
 
         with named_in_errors(name):
             edit = forward.run_unseen(run_with_gates, layer, show)
-        self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
+        self._shown.append(_ShownSoftmax(name, layer))
         return edit
 
     def _verify_whole(self, forward: Forward, call: ModuleCall, output: Any) -> None:
