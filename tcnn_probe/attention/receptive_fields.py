@@ -3,15 +3,17 @@
 import math
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from tcnn_probe.architectures.grids import pair
 from tcnn_probe.attention.place_rules import Call, function_name
 
-__all__ = ["Places", "ReceptiveFields"]
+__all__ = ["Centres", "ReceptiveFields"]
 
 Grid = tuple[int, int]  # rows and columns
 
 
-class Places(NamedTuple):
+class Centres(NamedTuple):
     """Positions of cells along one side of the image: cell n is at pixel ``first + n * spacing``, counted from 0."""
 
     first: float
@@ -47,18 +49,18 @@ class ReceptiveFields:
         self._size = size
         self._fields: dict[Grid, list[_Fields]] = {size: [_Fields(0, 0, 1)] * 2}
 
-    def places(self, grid: Grid) -> tuple[Places, Places]:
+    def places(self, grid: Grid) -> tuple[Centres, Centres]:
         """Return the centres of the receptive fields of rows and columns; an unknown map divides the image evenly."""
         fields = self._fields.get(grid)
         if fields is None:
             steps = [
                 pixels / cells for pixels, cells in zip(self._size, grid, strict=True)
             ]
-            return Places((steps[0] - 1) / 2, steps[0]), Places(
+            return Centres((steps[0] - 1) / 2, steps[0]), Centres(
                 (steps[1] - 1) / 2, steps[1]
             )
         rows, columns = (
-            Places((field.low + field.high) / 2, field.spacing) for field in fields
+            Centres((field.low + field.high) / 2, field.spacing) for field in fields
         )
         return rows, columns
 
@@ -76,7 +78,8 @@ class ReceptiveFields:
     def follow(self, call: Call) -> None:
         """Follow a convolution, a pool or padding of maps (B, C, H, W)."""
         name = function_name(call.func)
-        if call.inputs[0].ndim != 4:
+        maps = call.argument(0, "input")
+        if not isinstance(maps, Tensor) or maps.ndim != 4:
             return
         # A transposed convolution is not followed, because its cells are finer than those of its input.
         if name == "conv2d":
@@ -109,7 +112,7 @@ class ReceptiveFields:
         self, call: Call, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
     ) -> None:
         """Note the receptive fields of the output of a sliding kernel."""
-        _, _, height, width = call.inputs[0].shape
+        _, _, height, width = call.argument(0, "input").shape
         input_fields = self._fields.get((height, width))
         if input_fields is None:
             return

@@ -14,6 +14,7 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.convolved import CONVOLVED
+from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.gated import GATED, GATED_LAYERS, GatedAttention
 from tcnn_probe.attention.head_edit import HeadEdit, edit_call
 from tcnn_probe.attention.head_editor import (
@@ -23,7 +24,7 @@ from tcnn_probe.attention.head_editor import (
     next_order,
     run_with_gates,
 )
-from tcnn_probe.attention.layout import Arrangement, GivenTokens
+from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
@@ -248,12 +249,12 @@ class AttentionStream:
     @property
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the images that were embedded last; None if unknown."""
-        maps = self._tokens.maps
-        return None if maps.patches else maps.size
+        return None if self.maps.patches else self.maps.size
 
-    def arrange(self, count: int) -> Arrangement:
-        """Return which of ``count`` tokens come before and after the grid, as far as this is known."""
-        return self._tokens.maps.arrange(count)
+    @property
+    def maps(self) -> FeatureMaps:
+        """Evidence of grids in the forward so far."""
+        return self._tokens.maps
 
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
@@ -283,7 +284,7 @@ class AttentionStream:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
         self._last = None
         if isinstance(request, SeenJoin):
-            self._tokens.maps.joins(request.lengths)
+            self.maps.joins(request.lengths)
         elif isinstance(request, SeenCopy):
             self._tracker.copied(request)
             for shown in self._shown:
@@ -330,7 +331,7 @@ class AttentionStream:
         module = call.module
         self._counts.pop(module, None)
         self._ran.add(module)
-        self._tokens.maps.passes([*call.inputs, output])
+        self.maps.passes([*call.inputs, output])
         if module in self._seams:
             layer, role = self._seams[module]
             self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
@@ -403,7 +404,7 @@ class AttentionStream:
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
         tokens, heads = self._tokens, request.heads
-        words_ask = tokens.words_ask(layer)
+        queries_are_words = tokens.queries_are_words(layer)
         layout_of = partial(tokens.layout_of, layer, running, request.not_on_grid)
         with named_in_errors(layer):
             try:
@@ -418,7 +419,7 @@ class AttentionStream:
                 return ()
             with without_autocast(attention.source):
                 attention = tokens.note_padding(attention)
-                if not words_ask:
+                if not queries_are_words:
                     rows = attention.rows
                     attention = tokens.number_images(
                         attention,

@@ -48,7 +48,7 @@ class _LayerFacts:
 
     Attributes:
         arrangement: Places of words and patches among the keys; None without words.
-        words_ask: Whether the queries are words.
+        queries_are_words: Whether the queries are words.
         objections: Reasons why the queries and the keys are not in the order of their grids; "" if they are.
         copies: Number of rows that an image has, if the model has multiplied its tokens.
         without_maps: Reason why the layer has no maps; None if it was not tracked.
@@ -56,7 +56,7 @@ class _LayerFacts:
     """
 
     arrangement: Arrangement | None = None
-    words_ask: bool = False
+    queries_are_words: bool = False
     objections: tuple[str, str] = ("", "")
     copies: int = 1
     without_maps: str | None = None
@@ -152,19 +152,19 @@ class TokenFinder:
             if image is not None and self._places is not None:
                 self._places.see(image)
 
-    def words_ask(self, layer: str) -> bool:
+    def queries_are_words(self, layer: str) -> bool:
         """Return whether the queries of the attention that torch is computing are known to be words."""
         facts = self._facts[self._call, layer]
         if self._places is not None:
             facts.arrangement = arrangement_of(self._places.keys)
-            facts.words_ask = are_words(self._places.queries)
-        return facts.words_ask
+            facts.queries_are_words = are_words(self._places.queries)
+        return facts.queries_are_words
 
     def images_of(self, layer: str, running: Running) -> int | None:
         """Return the number of images of a layer, of each of which it may get several copies; None if it is unknown."""
         images, facts = self.maps.images, self._facts[self._call, layer]
         # There can be more texts than images.
-        if not images or facts.words_ask:
+        if not images or facts.queries_are_words:
             return None
         _, inputs = running[-1]
         rows = next((len(x) for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
@@ -191,7 +191,7 @@ class TokenFinder:
             running,
             self.maps,
             tracked=facts.arrangement,
-            words_ask=facts.words_ask,
+            queries_are_words=facts.queries_are_words,
             not_on_grid=not_on_grid,
         )
         # Windows are not checked, as they are cut by known classes, after a roll.

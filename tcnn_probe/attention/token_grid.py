@@ -31,7 +31,7 @@ def find_layout(
     maps: FeatureMaps,
     *,
     tracked: Arrangement | None = None,
-    words_ask: bool = False,
+    queries_are_words: bool = False,
     not_on_grid: str = "",
 ) -> Layout:
     """Find the tokens of an attention: their grids, order and windows, and the tokens beside the grid.
@@ -45,7 +45,7 @@ def find_layout(
         running: Running modules and their inputs.
         maps: Feature maps of the forward so far.
         tracked: Places of words and patches among the keys, if tokens were tracked.
-        words_ask: Whether the queries are known to be words.
+        queries_are_words: Whether the queries are known to be words.
         not_on_grid: Reason why the tokens cannot lie on a grid, if the call of torch shows it.
     """
     cut = _find_windows(running)
@@ -64,7 +64,7 @@ def find_layout(
         if is_moved and layout.keys is not None and windows == 1:
             order = torch.tensor(orders[0]), torch.tensor(orders[1])
             layout = replace(layout, order=order)
-        if words_ask:
+        if queries_are_words:
             reason = "the queries are words, which lie on no grid"
             reason = reason if layout.keys else layout.reason
             layout = Layout(None, layout.keys, reason, "words", order=layout.order)

@@ -231,7 +231,7 @@ class PlaceTracker(TorchFunctionMode):
 
         Tokens are then in order if they are in that of the view, whatever the model did to the image before.
         """
-        with self._noted("the patch embedding"):
+        with self._noting_failures("the patch embedding"):
             sources = self.views_of(image)
             pixels = self._pixels.of(image)
             views = [
@@ -271,7 +271,7 @@ class PlaceTracker(TorchFunctionMode):
             heads: Axis of the heads in torch's arguments, if the call shows it.
         """
         numbers = self._rows
-        with self._noted("attention"):
+        with self._noting_failures("attention"):
             if numbers is not None:
                 numbers = (
                     numbers[None, ..., :1] if numbers.ndim < 3 else numbers[..., :1]
@@ -328,13 +328,13 @@ class PlaceTracker(TorchFunctionMode):
         # After Ctrl-C, other code of the thread may run under this mode.
         if self._frame is not None and not is_running(self._frame):
             return func(*args, **kwargs)
-        self._look(func, args, kwargs)
+        self._find_sides(func, args, kwargs)
         output = func(*args, **kwargs)
-        self._hear(func, output, args, kwargs)
+        self._follow(func, output, args, kwargs)
         return output
 
     @contextmanager
-    def _noted(self, function: str) -> Iterator[None]:
+    def _noting_failures(self, function: str) -> Iterator[None]:
         """Note an error of tracking, which must never end the user's forward, as what then is unknown."""
         try:
             yield
@@ -345,7 +345,7 @@ class PlaceTracker(TorchFunctionMode):
 
     @never_compiled
     @unseen
-    def _look(
+    def _find_sides(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -360,7 +360,7 @@ class PlaceTracker(TorchFunctionMode):
             and not is_kernel(func)
         ):
             return
-        with self._noted(name):
+        with self._noting_failures(name):
             inputs = tensors_in((*args, *kwargs.values()))
             queries, keys = self._pixels.sides(func, inputs)
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
@@ -368,7 +368,7 @@ class PlaceTracker(TorchFunctionMode):
 
     @never_compiled
     @unseen
-    def _hear(
+    def _follow(
         self,
         func: Callable[..., Any],
         output: Any,
@@ -377,16 +377,16 @@ class PlaceTracker(TorchFunctionMode):
     ) -> None:
         """Track a function that has run."""
         name = function_name(func)
-        with self._noted(name):
+        with self._noting_failures(name):
             inputs = tensors_in((*args, *kwargs.values()))
             if is_transformed(inputs):
                 return
             outputs = tensors_in((output,))
             if self._fields is not None and inputs and outputs:
-                with self._noted(name):
+                with self._noting_failures(name):
                     self._fields.follow(Call(func, args, kwargs, inputs, (), outputs))
             for table in (self._pixels, self._views_of):
-                with self._noted(name):
+                with self._noting_failures(name):
                     places = [table.of(tensor) for tensor in inputs]
                     table.follow(Call(func, args, kwargs, inputs, places, outputs))
 

@@ -12,7 +12,7 @@ from tcnn_model.outputs import class_scores
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.feature_maps import FeatureMaps
-from tcnn_probe.attention.layout import SpecialTokens, Tokens
+from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
@@ -133,15 +133,15 @@ def map_layer(
     with torch.enable_grad():
         # Gradients have to reach every layer, even if all parameters are frozen.
         image = image.detach().clone().requires_grad_()
-        outputs.maps.enter([image], whole_model=True)
         # The stream's hooks are used because an interruption could leave torch's own hooks on modules.
         stream = AttentionStream(model, outputs, watched=outputs.names, fields=fields)
+        outputs.maps = stream.maps
         try:
             # Any score will do, because it only matters on which outputs it depends.
             score = class_scores(model, image).amax()
         finally:  # not closing(), whose __enter__ can be interrupted
             stream.close()
-        outputs.place_prefixes(stream)
+        outputs.place_prefixes()
         if name is not None and module is not None:
             of_layer = [output for output in outputs.kept if output.module is module]
             tensors = [output.value for output in of_layer if not output.is_map]
@@ -196,7 +196,7 @@ class _Outputs(AttentionListener):
 
     def __init__(self, model: nn.Module, layer: nn.Module | None) -> None:
         self.names = layer_names(model)
-        self.maps = FeatureMaps(SpecialTokens())
+        self.maps: FeatureMaps
         self.kept: list[_Output] = []
         self._layer = layer
         self._grids: dict[int, Tokens] = {}
@@ -234,7 +234,6 @@ class _Outputs(AttentionListener):
     def returned(self, call: ModuleCall, output: Any) -> None:
         """Keep feature maps, tokens that a composite module computes from tokens, and the given layer's output."""
         module, inputs = call
-        self.maps.passes([*inputs, output])
         is_map = self._is_map(output)
         is_kept = is_map or (module is self._layer and isinstance(output, Tensor))
         if not is_kept and module in self._composite and inputs:
@@ -242,10 +241,10 @@ class _Outputs(AttentionListener):
         if is_kept:
             self.kept.append(_Output(self.names[module], module, output, is_map))
 
-    def place_prefixes(self, stream: AttentionStream) -> None:
+    def place_prefixes(self) -> None:
         """Place special tokens after the grid if the model has them there; attention places all before the grid."""
         for count, tokens in self._grids.items():
-            arrangement = stream.arrange(count)
+            arrangement = self.maps.arrange(count)
             if arrangement.after:
                 self._grids[count] = replace(tokens, prefix=arrangement.before)
 

@@ -4,7 +4,6 @@ import copy
 import gc
 import math
 from collections.abc import Collection
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -370,8 +369,11 @@ def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit", "fused", "apart", "multihead"])
-def test_streams_that_edit_one_layer_nest(case: str) -> None:
-    """Each head is edited by the last stream that names it, as with ablations; a third stream only observes."""
+@pytest.mark.parametrize(
+    "kinds", ["stream stream", "stream ablation", "ablation stream"]
+)
+def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
+    """Streams and ablations nest in any order; a third stream observes the attention before all edits."""
     torch.manual_seed(0)
     softmax_models = {
         "fused": (vit(), images()),
@@ -387,66 +389,34 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
     layer = names.get(case) or layers_of(model)[0]
     shown: list[Tensor] = []
 
-    def answers(edit: tcnn_probe.HeadEdit) -> Any:
-        return tcnn_probe.attention_stream(
-            model, lambda attention: edit if attention.name == layer else None
-        )
-
     def look(attention: tcnn_probe.Attention) -> None:
         if attention.name == layer:
             shown.append(attention.weights())
 
+    def editing(kind: str, heads: list[int], mode: Any) -> Any:
+        if kind == "ablation":
+            return tcnn_probe.ablate(model, {layer: heads}, mode)
+        edit = tcnn_probe.HeadEdit(heads, mode)
+        return tcnn_probe.attention_stream(
+            model, lambda attention: edit if attention.name == layer else None
+        )
+
+    outer, inner = kinds.split()
     with torch.no_grad():
-        with (
-            tcnn_probe.ablate(model, {layer: [0, 1]}),
-            # Head 1 is named twice, with different modes: the inner one decides.
-            tcnn_probe.ablate(model, {layer: [1]}, "mean"),
-        ):
+        with editing("ablation", [0], "zero"), editing("ablation", [1], "mean"):
             expected = model(x)
         with tcnn_probe.attention_stream(model, look):
             assert not torch.allclose(model(x), expected)
         with (
-            answers(tcnn_probe.HeadEdit([0, 1])),
-            answers(tcnn_probe.HeadEdit([1], "mean")),
+            editing(outer, [0, 1], "zero"),
+            # Head 1 is named twice, with different modes: the inner one decides.
+            editing(inner, [1], "mean"),
             tcnn_probe.attention_stream(model, look),
         ):
             torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
     plain, edited = shown
     # An inner stream must be shown the model's attention, not the result of outer edits.
     torch.testing.assert_close(edited, plain, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("case", ["64 pixels", "convit", "fused"])
-@pytest.mark.parametrize("ablated_last", [True, False])
-def test_the_last_of_a_stream_and_an_ablation_edits_a_head(
-    case: str, ablated_last: bool
-) -> None:
-    model, x = (vit(), images()) if case == "fused" else gated_models()[case]
-    model, x = model.double(), x.double()
-    layer = "blocks.0.attn" if case == "fused" else layers_of(model)[0]
-
-    def stream() -> Any:
-        return tcnn_probe.attention_stream(
-            model,
-            lambda attention: (
-                tcnn_probe.HeadEdit([0, 1]) if attention.name == layer else None
-            ),
-        )
-
-    def ablation() -> Any:
-        return tcnn_probe.ablate(model, {layer: [1, 2]}, "mean")
-
-    with torch.no_grad():
-        zero, mean = ([0], [1, 2]) if ablated_last else ([0, 1], [2])
-        with (
-            tcnn_probe.ablate(model, {layer: zero}),
-            tcnn_probe.ablate(model, {layer: mean}, "mean"),
-        ):
-            expected = model(x)
-        with ExitStack() as stack:
-            for edit in (stream, ablation) if ablated_last else (ablation, stream):
-                stack.enter_context(edit())
-            torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
 
 
 @torch.no_grad()

@@ -186,20 +186,23 @@ class Written(Ordered):
         return canvas
 
 
-@pytest.mark.parametrize("write", ["zeros_like", "new_zeros", "scatter"])
-@pytest.mark.parametrize("order", ["raster", "shuffled"])
-def test_tokens_written_into_a_canvas(order: str, write: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "order", "reason"),
+    [
+        *((write, "raster", "") for write in ("zeros_like", "new_zeros", "scatter")),
+        *(
+            (write, "shuffled", NOT_IN_ORDER)
+            for write in ("zeros_like", "new_zeros", "scatter")
+        ),
+        # Tokens that are written through a view are unknown, and not taken for parameters.
+        ("view", "raster", ""),
+    ],
+)
+def test_tokens_written_into_a_canvas(write: str, order: str, reason: str) -> None:
     model = Written(ORDERS[order]).eval()
     model.write = write
     for layout in layouts(model, torch.randn(IMAGES)).values():
-        assert layout.reason == ("" if order == "raster" else NOT_IN_ORDER)
-
-
-def test_tokens_written_through_a_view_are_not_taken_for_parameters() -> None:
-    model = Written(RASTER).eval()
-    model.write = "view"
-    for layout in layouts(model, torch.randn(IMAGES)).values():
-        assert layout.reason == ""
+        assert layout.reason == reason
 
 
 def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
