@@ -99,7 +99,8 @@ def head_importance(
     images = reread(images)
     rungs = Rungs.of(model, heads, modes, reference, images, radius, seed, queries)
     generator = torch.Generator().manual_seed(whole_number(seed, "seed"))
-    with untouched(model):  # under which tensors can be saved for gradients, also in inference mode
+    # Tensors that are made in inference mode cannot be saved for gradients.
+    with untouched(model):
         batches = list(batches_of(images, model, batch_size, classes))
     total = len(batches) * (directions if measure is None else 1)
     parts = []
