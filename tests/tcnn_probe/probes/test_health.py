@@ -165,69 +165,66 @@ def softmax_rows(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def relative_length(values: np.ndarray, sink: int) -> float:
-    """Return the ratio of the length of a sink's value, (N, d), to the median length of the other values."""
+def sink_ratios(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the length of a sink's value by the median length of the other values, (rows, heads).
+
+    Args:
+        weights: Attention of each row and head, (rows, heads, queries, keys).
+        values: Values, (rows, heads, keys, d).
+    """
+    ratios = np.zeros(weights.shape[:2])
     lengths = np.linalg.norm(values, axis=-1)
-    # The sink itself is left out of the median.
-    rest = np.delete(lengths, sink)
-    return lengths[sink] / median(rest)
+    for place in np.ndindex(ratios.shape):
+        sink = weights[place].mean(0).argmax()
+        ratios[place] = lengths[place][sink] / median(np.delete(lengths[place], sink))
+    return ratios
 
 
-def root_mean_square(outputs: np.ndarray) -> float:
-    squared_lengths = (outputs**2).sum(-1)
-    return math.sqrt(squared_lengths.mean())
+def of_outputs(outputs: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the norms and ranks of outputs (B, heads, N, d).
 
-
-def rank(outputs: np.ndarray) -> np.ndarray:
-    """Return the participation ratio of squared singular values: 1 for a single direction, d for d equal ones."""
+    The rank is the participation ratio of squared singular values: 1 for a single direction, d for d equal ones.
+    """
     squares = np.linalg.svd(outputs, compute_uv=False) ** 2
-    return squares.sum(-1) ** 2 / (squares**2).sum(-1)
+    rank = squares.sum(-1) ** 2 / (squares**2).sum(-1)
+    norm = np.sqrt((outputs**2).sum(-1).mean(-1))
+    return {"output_norm": norm.mean(0), "output_rank": rank.mean(0)}
 
 
 def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Compute the numbers of each image and head separately and average them over images."""
-    images, heads = call.query.shape[:2]
     arrays = (call.query, call.key, call.value, call.tokens)
     query, key, value, tokens = (x.detach().double().numpy() for x in arrays)
+    weights = softmax_rows(query @ key.swapaxes(2, 3) / math.sqrt(query.shape[-1]))
+    sinks = np.array(kinds)[weights.mean(2).argmax(-1)]
+    # Tokens are those that enter the block; patches are separated from the other tokens.
     by_name: dict[str, list[Any]] = {}
-    for b in range(images):
-        of_image: dict[str, list[Any]] = {}
-        for h in range(heads):
-            logits = query[b, h] @ key[b, h].T
-            weights = softmax_rows(logits / math.sqrt(query.shape[-1]))
-            sink = int(weights.mean(0).argmax())
-            outputs = weights @ value[b, h]
-            numbers = {
-                "sink_kind": [kinds[sink] == kind for kind in TOKEN_KINDS],
-                "sink_value_norm": relative_length(value[b, h], sink),
-                "output_norm": root_mean_square(outputs),
-                "output_rank": rank(outputs),
-            }
-            for name, number in numbers.items():
-                of_image.setdefault(name, []).append(number)
-        # Tokens are those that enter the block; patches are separated from the other tokens.
-        lengths = np.linalg.norm(tokens[b], axis=-1)
+    for of_image in tokens:
+        lengths = np.linalg.norm(of_image, axis=-1)
         is_patch = np.array([kind in ("border", "inner") for kind in kinds])
         patches = lengths[is_patch]
-        directions = tokens[b][is_patch] / patches[:, None]
-        pairs = [a @ b for a, b in permutations(directions, 2)]
-        of_image |= {
+        directions = of_image[is_patch] / patches[:, None]
+        numbers = {
             "token_norm": median(patches),
             "token_norm_max": patches.max(),
             # The median includes the token's own norm, as in the probe.
             "token_outliers": np.mean(patches > OUTLIER * median(patches)),
-            "token_cosine": np.mean(pairs),
+            "token_cosine": np.mean([a @ b for a, b in permutations(directions, 2)]),
         }
         for kind, name in (("class", "class_token"), ("register", "register")):
             if kind in kinds:
-                of_kind = lengths[[k == kind for k in kinds]]
-                of_image[f"{name}_norm"] = of_kind.mean()
-        for name, number in of_image.items():
+                numbers[f"{name}_norm"] = lengths[[k == kind for k in kinds]].mean()
+        for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     # The largest norm is over all images; everything else is a mean.
     largest = by_name.pop("token_norm_max")
-    means = {name: np.mean(np.array(x, float), 0) for name, x in by_name.items()}
-    return means | {"token_norm_max": np.max(largest)}
+    return {
+        "sink_kind": (sinks[..., None] == np.array(TOKEN_KINDS)).mean(0),
+        "sink_value_norm": sink_ratios(weights, value).mean(0),
+        **of_outputs(weights @ value),
+        **{name: np.mean(np.array(x, float), 0) for name, x in by_name.items()},
+        "token_norm_max": np.max(largest),
+    }
 
 
 def grid_kinds(height: int, width: int) -> tuple[str, ...]:
@@ -319,31 +316,16 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
     for number, arrays in enumerate(calls):
         query, key, value, mask = (x.detach().numpy() for x in arrays)
-        mask = np.broadcast_to(mask, (windows * IMAGES, 3, keys, keys))
-        by_image: dict[str, list[list[float]]] = {}
-        for b in range(IMAGES):
-            of_heads: dict[str, list[float]] = {}
-            for h in range(3):
-                ratios, outputs = [], []
-                for w in range(windows * b, windows * (b + 1)):
-                    # A head has 21 / 3 = 7 channels.
-                    logits = query[w, h] @ key[w, h].T / math.sqrt(7)
-                    weights = softmax_rows(logits + mask[w, h])
-                    sink = int(weights.mean(0).argmax())
-                    ratios.append(relative_length(value[w, h], sink))
-                    outputs.append(weights @ value[w, h])
-                # Ranks are of all outputs of an image; sinks are of a single window.
-                stacked = np.concatenate(outputs)
-                numbers = {
-                    "sink_value_norm": float(np.mean(ratios)),
-                    "output_norm": root_mean_square(stacked),
-                    "output_rank": float(rank(stacked)),
-                }
-                for name, value_of_head in numbers.items():
-                    of_heads.setdefault(name, []).append(value_of_head)
-            for name, of_image in of_heads.items():
-                by_image.setdefault(name, []).append(of_image)
-        expected = {name: np.mean(values, 0) for name, values in by_image.items()}
+        # A head has 21 / 3 = 7 channels.
+        logits = (query @ key.swapaxes(2, 3) / math.sqrt(7)).reshape(
+            -1, *mask.shape[-3:]
+        )
+        weights = softmax_rows(logits + mask).reshape(len(query), 3, keys, keys)
+        # Ranks are of all outputs of an image; sinks are of a single window.
+        outputs = (weights @ value).reshape(IMAGES, windows, 3, keys, 7)
+        outputs = outputs.swapaxes(1, 2).reshape(IMAGES, 3, windows * keys, 7)
+        ratios = sink_ratios(weights, value).reshape(IMAGES * windows, 3).mean(0)
+        expected = {"sink_value_norm": ratios, **of_outputs(outputs)}
         check(ds, f"layers.0.blocks.{number}.attn", expected, 1e-9)
 
 
@@ -427,13 +409,8 @@ def test_gated_layers_by_their_content_part(
         values = module.v(inputs).unflatten(2, (4, -1)).transpose(1, 2)
         padded = values
     outputs = (attention @ padded).detach().numpy()
-    expected["output_rank"] = rank(outputs).mean(0)
-    sinks = weights.mean(-2).argmax(-1)
-    ratios = np.zeros(sinks.shape)  # (images, heads)
-    for image, head in np.ndindex(sinks.shape):
-        of_head = values[image, head].detach().numpy()
-        ratios[image, head] = relative_length(of_head, sinks[image, head])
-    expected["sink_value_norm"] = ratios.mean(0)
+    expected |= of_outputs(outputs)
+    expected["sink_value_norm"] = sink_ratios(weights, values.detach().numpy()).mean(0)
     expected["max_logit"] = logits.max((0, 2, 3))
     ds = recorded(model, *x.split([4, 3]), probes="health").dataset.isel(epoch=0)
     check(ds, name, expected, 1e-9)
