@@ -21,7 +21,6 @@ __all__ = [
     "groups_of",
     "map_values",
     "number_values",
-    "variables_without_run",
     "warn_of_dropped",
     "warn_of_nonfinite",
     "with_joined",
@@ -254,22 +253,6 @@ def _kind_of_place(place: str) -> str:
     return place.rpartition("/")[0] or place
 
 
-def variables_without_run(
-    entries: Iterable[LayerValues], groups: Groups, probes: Iterable[Probe]
-) -> dict[str, set[str]]:
-    """Return the variables that layers lack because no image has reached them, by layer."""
-    of_kind = {probe.kind: probe.variables for probe in probes}
-    by_layer = {(entry.place, entry.layer): entry for entry in entries}
-    lacking: dict[str, set[str]] = {}
-    for place, group in groups.items():
-        for layer, table in group.layers.items() if not group.maps else ():
-            entry = by_layer.get((place, layer))
-            if entry is None or not entry.has_run:
-                values = {} if entry is None else entry.values
-                lacking[layer] = of_kind.get(table["kind"], {}).keys() - values.keys()
-    return lacking
-
-
 def assemble(
     entries: Iterable[LayerValues], groups: Groups
 ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
@@ -305,18 +288,15 @@ def assemble(
 
 
 def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return warnings of layers, and of variables, that the recording began without."""
-    layers: dict[tuple[str, ...], list[str]] = {}
-    for layer, names in dropped.items():
-        layers.setdefault((*names,), []).append(layer)
-    warned = []
-    for names, group in layers.items():
-        variables = f"{[*names]} of " if names else ""
-        warned.append(
-            "not recorded, because the recording began without them: "
-            f"{variables}{group[:3]} (of {len(group)})"
-        )
-    return warned
+    """Return a warning of layers, and of variables, that the recording began without; an empty list for none."""
+    if not dropped:
+        return []
+    names = sorted({name for names in dropped.values() for name in names})
+    variables = f"{names} of " if names else ""
+    return [
+        "not recorded, because the recording began without them: "
+        f"{variables}{[*dropped][:3]} (of {len(dropped)})"
+    ]
 
 
 def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[str]:

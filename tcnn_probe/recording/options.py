@@ -22,7 +22,6 @@ from tcnn_probe.storage.root import OWN_ATTRIBUTES
 
 __all__ = [
     "IfMarked",
-    "Mark",
     "Sampling",
     "When",
     "check_along",
@@ -110,25 +109,10 @@ def _parse_classes(
     )
 
 
-@dataclass(frozen=True)
-class Mark:
-    """An epoch that is to be marked.
-
-    Args:
-        number: Epoch, or value of another coordinate of marks.
-        scalars: Further numbers to store with the mark.
-        skips: Whether the mark is skipped if the epoch is marked already.
-    """
-
-    number: int | float
-    scalars: Mapping[str, float]
-    skips: bool
-
-
 def parse_mark(
     values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked
-) -> Mark:
-    """Parse the arguments of ``mark()``."""
+) -> tuple[int | float, dict[str, float]]:
+    """Return the epoch, or another coordinate of marks, and the scalars among the arguments of ``mark()``."""
     check_choice("if_marked", if_marked, get_args(IfMarked))
     scalars = dict(values)
     if along not in scalars:
@@ -140,8 +124,7 @@ def parse_mark(
         hint = "".join(hints)
         raise TypeError(f"mark() needs the {along}: mark({along}=..., top1=...){hint}")
     number = _parse_number(along, scalars.pop(along))
-    floats = {name: _parse_float(name, value) for name, value in scalars.items()}
-    return Mark(number, floats, if_marked == "skip")
+    return number, {name: _parse_float(name, scalars[name]) for name in scalars}
 
 
 def check_along(along: str) -> None:

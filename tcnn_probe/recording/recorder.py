@@ -31,19 +31,18 @@ from tcnn_probe.recording.checks import (
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
 from tcnn_probe.recording.groups import (
+    Groups,
     LayerValues,
     assemble,
     groups_of,
     map_values,
     number_values,
-    variables_without_run,
     warn_of_dropped,
     warn_of_nonfinite,
     with_joined,
 )
 from tcnn_probe.recording.options import (
     IfMarked,
-    Mark,
     Sampling,
     When,
     check_along,
@@ -53,7 +52,6 @@ from tcnn_probe.recording.options import (
 )
 from tcnn_probe.recording.ranks import Ranks, repeats_images, whole_parameters
 from tcnn_probe.recording.sums import EpochSums, Key
-from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
 if TYPE_CHECKING:
@@ -156,7 +154,7 @@ class Recorder:
         )
         self._has_marked = False
         self._is_removed = False
-        self._groups: Mapping[str, Group] | None = None
+        self._groups: Groups | None = None
         self._warned: set[str] = set()
         self._alarms: set[tuple[str, str, int | float]] = set()
         self._ranks = Ranks(distributed)
@@ -257,9 +255,10 @@ class Recorder:
                 or the recorder was removed.
         """
         if unnamed:
-            number: object = unnamed[0]
-            along = self._along
-            raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
+            name = self._along
+            raise TypeError(
+                f"mark() takes the {name} by name: mark({name}={unnamed[0]!r})"
+            )
         collector, ranks = self._collector, self._ranks
         # An error on one rank is raised on all ranks, as the others would wait for this rank in the next exchange.
         with ranks.agreed():
@@ -267,8 +266,8 @@ class Recorder:
                 raise RuntimeError(
                     "the recorder was removed: mark() works only inside the with block"
                 )
-            mark = parse_mark(values, self._along, if_marked)
-        numbers = ranks.gather(mark.number)
+            number, scalars = parse_mark(values, self._along, if_marked)
+        numbers = ranks.gather(number)
         if len({*numbers}) > 1:
             raise ValueError(
                 f"expected the same {self._along} on all ranks, got {numbers}"
@@ -284,12 +283,10 @@ class Recorder:
             gathered = ranks.gather([] if repeats else parts)
             with ranks.agreed():
                 sums = collector.add_up([part for parts in gathered for part in parts])
-                if ranks.writes and mark.skips and mark.number in self.epochs:
-                    _LOG.info(
-                        "%s %s is marked already: skipped", self._along, mark.number
-                    )
+                if ranks.writes and if_marked == "skip" and number in self.epochs:
+                    _LOG.info("%s %s is marked already: skipped", self._along, number)
                 elif ranks.writes:
-                    warned = self._write(mark, sums)
+                    warned = self._write(number, scalars, sums)
             # The store is open on the first rank only.
             self._marks = ranks.gather(self.epochs)[0]
             collector.reset()
@@ -375,11 +372,16 @@ class Recorder:
             [title, *(f"  {name}: {text}" for name, text in lines.items())]
         )
 
-    def _write(self, mark: Mark, sums: Mapping[Key, EpochSums]) -> list[str]:
+    def _write(
+        self,
+        number: int | float,
+        scalars: Mapping[str, float],
+        sums: Mapping[Key, EpochSums],
+    ) -> list[str]:
         """Store an epoch, and return warnings; an error leaves the store unchanged."""
         collector, store = self._collector, self._store
         # All checks of the epoch come before the first write. This one is the usual mistake of a resumed run.
-        store.check_order(mark.number)
+        store.check_order(number)
         check_epoch(collector, sums, self._layer_filter, self._groups)
         entries = number_values(collector, sums) + map_values(collector)
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and may extend them.
@@ -402,12 +404,12 @@ class Recorder:
         for text in warn_of_dropped(dropped):
             warned += self._once(text, [text])
         warned += warn_of_nonfinite(entries, groups) + warn_of_mixed_sizes(sums)
-        self._note_absent_layers(mark, entries, groups)
+        self._note_absent_layers(number, entries, groups)
         attrs = self._attributes(hashes)
         if not store.has_layers:
             images = {"images": json.dumps(collector.sampling.images)}
             attrs = self._attrs | provenance(self._model) | images | attrs
-        store.append(mark.number, groups, values, mark.scalars, attrs=attrs)
+        store.append(number, groups, values, scalars, attrs=attrs)
         # This is set after the write, so that a mark that failed does not fix the groups.
         self._groups = groups
         return warned + (self._warn_of_alarms() if self._watches_health else [])
@@ -420,22 +422,26 @@ class Recorder:
         return texts
 
     def _note_absent_layers(
-        self, mark: Mark, entries: Iterable[LayerValues], groups: Mapping[str, Group]
+        self, number: int | float, entries: Iterable[LayerValues], groups: Groups
     ) -> None:
         """Note why layers have no values at this mark, or at the marks before they joined."""
-        collector = self._collector
-        absent = variables_without_run(entries, groups, collector.probes)
-        for layer, variables in absent.items():
-            collector.note_absence(layer, variables, f"{self._along} {mark.number}")
-        if not self._store.has_layers:
-            return
-        stored = (self._store.groups or {}).values()
-        recorded = {layer for group in stored for layer in group.layers}
-        for entry in entries:
+        collector, stored = self._collector, self._store.groups or {}
+        variables = {probe.kind: {*probe.variables} for probe in collector.probes}
+        by_layer = {(entry.place, entry.layer): entry for entry in entries}
+        recorded = {layer for group in stored.values() for layer in group.layers}
+        for place, group in groups.items():
+            for layer, table in group.layers.items() if not group.maps else ():
+                entry = by_layer.get((place, layer))
+                if entry is None or not entry.has_run:
+                    # What is read from parameters needs no image.
+                    values = {} if entry is None else entry.values
+                    lacking = variables.get(table["kind"], set()).difference(values)
+                    mark = f"{self._along} {number}"
+                    collector.note_absence(layer, lacking, mark)
+        for entry in entries if self._store.has_layers else ():
             if entry.layer not in recorded and entry.has_run:
-                collector.note_absence(
-                    entry.layer, entry.values, f"{self._along} {self.epochs[-1]}"
-                )
+                mark = f"{self._along} {self.epochs[-1]}"
+                collector.note_absence(entry.layer, entry.values, mark)
 
     def _attributes(self, hashes: Mapping[str, str]) -> dict[str, str]:
         """Return the reasons why layers or variables are not recorded, and the hashes of images, of all runs so far."""
