@@ -107,17 +107,6 @@ def test_scalar_with_the_name_of_a_variable_recorded_later(tmp_path: Path) -> No
         add(store, 1)
 
 
-def test_a_refused_first_mark_fixes_nothing(tmp_path: Path) -> None:
-    store = create(tmp_path / "run.zarr")
-    with pytest.raises(ValueError, match="could not convert"):
-        add(store, 1, top1="high")  # type: ignore[arg-type]
-    assert store.groups is None
-    assert store.marks == ()
-    assert list(tmp_path.iterdir()) == []
-    add(store, 0.5, 1)
-    assert_holds(tmp_path / "run.zarr", {0.5: 1})
-
-
 @pytest.mark.parametrize(
     "on",
     # The files are the root, a chunk that is extended, a new array, and a chunk of a new mark.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xarray as xr
 import zarr
 
 from tcnn_probe.schema import Group
@@ -71,19 +70,6 @@ def test_marks_in_several_chunks(
         unconsolidated[name].shape[0]
         for name in ("epoch", "gate", "late", f"{MAPS}/saliency")
     ] == [9] * 4
-
-
-@pytest.mark.study
-def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
-    store = EpochStore(tmp_path / "run.zarr")
-    # The number of marks is a prime beyond two chunks of 64.
-    for mark in range(131):
-        store.append(mark, {"": GROUPS[""]}, values(mark), {})
-    ds = xr.open_zarr(tmp_path / "run.zarr")
-    np.testing.assert_array_equal(
-        ds.gate, [values(mark)[""]["gate"] for mark in range(131)]
-    )
-    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) < 40
 
 
 def with_late_layer(groups: Mapping[str, Group], number: int) -> dict[str, Group]:

@@ -104,15 +104,6 @@ def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
     assert_holds(path, {0: 9})
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
-def test_a_refused_mark_leaves_the_old_recording(tmp_path: Path, remote: bool) -> None:
-    recording(target := Remote() if remote else tmp_path / "run.zarr", 2)
-    store = create(target, mode="w")
-    with pytest.raises(ValueError, match="could not convert"):
-        add(store, 0, top1="high")  # type: ignore[arg-type]
-    assert_holds(target, [0, 1])
-
-
 def test_killed_replacement_in_stores_without_renaming() -> None:
     """The old recording is deleted first; a killed recorder leaves no recording, and the place can be recorded to."""
     recording(target := Remote(), 2)
