@@ -240,7 +240,7 @@ def _notes(collector: Collector) -> list[str]:
     notes = [f"{forwards.training_forwards} forwards were in training mode"]
     if collector.sampling.mode == "eval mode":
         notes.append("run the validation, with model.eval(), before mark()")
-    notes.append("of a copy, such as a moving average, record that copy")
+    notes.append("if you evaluate a copy, such as a moving average, record that copy")
     if forwards.called_parts:
         notes.append(
             f"parts of the model were called: {_shorten(forwards.called_parts)}"
@@ -259,11 +259,12 @@ def _notes(collector: Collector) -> list[str]:
         notes.append(f"layers that look like attention: {collector.stream.unsupported}")
     if collector.missing:
         notes.append(f"what the probes do not measure: {collector.missing}")
-    like = [name for module, name in names.items() if looks_like_attention(module)]
-    if not collector.layers:
-        notes.append(f"layers that are named like attention: {_shorten(like)}")
+    if forwards.measured and not collector.layers:
+        like = [name for module, name in names.items() if looks_like_attention(module)]
         notes.append(
-            "tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
+            f"layers that are named like attention: {_shorten(like)}"
+            if like
+            else "tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
             "measures other layers"
         )
     return notes
