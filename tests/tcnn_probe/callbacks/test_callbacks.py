@@ -25,22 +25,24 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(images(count), torch.arange(count) % 5)
 
 
-@pytest.mark.study
-def test_lightning_marks_each_validation(tmp_path: Path) -> None:
+def classifier(metric: str) -> Any:
+    """Return a LightningModule that logs its loss, and keeps its entropies and losses at each validation."""
     pl = need("lightning.pytorch")
-    from tcnn_probe.callbacks.lightning import RecordCallback
 
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
             self.vit = vit()
-            self.truth = []
+            self.truth: list[Tensor] = []
+            self.losses: list[float] = []
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             return F.cross_entropy(self.vit(batch[0]), batch[1])
 
         def validation_step(self, batch: Any, number: int) -> None:
-            self.log("val/loss", F.cross_entropy(self.vit(batch[0]), batch[1]))
+            loss = F.cross_entropy(self.vit(batch[0]), batch[1])
+            self.losses.append(float(loss))
+            self.log(metric, loss)
 
         def on_validation_epoch_end(self) -> None:
             twin = vit()
@@ -48,25 +50,45 @@ def test_lightning_marks_each_validation(tmp_path: Path) -> None:
             self.truth.append(entropies(twin, images(7)))
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.vit.parameters(), 1e-2)
+            return torch.optim.SGD(self.vit.parameters(), 0.1)
+
+    return Classifier()
+
+
+def lightning_trainer(callback: Any, **options: Any) -> Any:
+    quiet = dict.fromkeys(
+        (
+            "logger",
+            "enable_checkpointing",
+            "enable_progress_bar",
+            "enable_model_summary",
+        ),
+        False,
+    )
+    return need("lightning.pytorch").Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[callback],
+        **quiet,
+        **options,
+    )
+
+
+@pytest.mark.study
+def test_lightning_marks_each_validation(tmp_path: Path) -> None:
+    need("lightning.pytorch")
+    from tcnn_probe.callbacks.lightning import RecordCallback
 
     marked: list[tuple[int | float, ...]] = []
-    model = Classifier()
+    model = classifier("val/loss")
     recording = RecordCallback(
         tmp_path / "run.zarr",
         health=True,
         on_mark=lambda recorder: marked.append(recorder.epochs),
     )
     before = Trace(model.vit).hooks
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet
-    )
+    trainer = lightning_trainer(recording)
     # Seven images in batches of four: neither the number of batches nor that of full batches times four is 7.
     trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
     # A validation outside of fit() must not be marked.
@@ -98,9 +120,42 @@ class Pixels(Dataset[dict[str, Tensor]]):
         }
 
 
+def hugging_face_trainer(
+    folder: Path, steps: int, callbacks: list[Any], **options: Any
+) -> Any:
+    """Return a trainer that evaluates after every ``steps // 2`` steps."""
+    need("accelerate")
+    transformers = need("transformers")
+    config = transformers.ViTConfig(
+        image_size=16,
+        patch_size=4,
+        num_channels=2,
+        num_labels=3,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=8,
+    )
+    return transformers.Trainer(
+        transformers.ViTForImageClassification(config),
+        transformers.TrainingArguments(
+            str(folder / "out"),
+            max_steps=steps,
+            eval_steps=steps // 2,
+            disable_tqdm=True,
+            report_to="none",
+            eval_strategy="steps",
+            save_strategy="no",
+            use_cpu=True,
+        ),
+        train_dataset=Pixels(),
+        callbacks=callbacks,
+        **options,
+    )
+
+
 @pytest.mark.study
 def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
-    need("accelerate")
     transformers = need("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
@@ -116,40 +171,16 @@ def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     marked: list[tuple[int | float, ...]] = []
-    sizes = {
-        "hidden_size": 12,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "intermediate_size": 8,
-    }
-    config = transformers.ViTConfig(
-        image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes
+    record = RecordCallback(
+        tmp_path / "run.zarr",
+        health=True,
+        on_mark=lambda recorder: marked.append(recorder.epochs),
     )
-    model = transformers.ViTForImageClassification(config)
     # Evaluations are after steps 2 and 4: one run is interrupted after the first, and the other has both.
-    about = {
-        "report_to": "none",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "use_cpu": True,
-    }
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            str(tmp_path / "out"), max_steps=4, disable_tqdm=True, **about
-        ),
-        train_dataset=Pixels(),
-        eval_dataset=Pixels(),
-        callbacks=[
-            RecordCallback(
-                tmp_path / "run.zarr",
-                health=True,
-                on_mark=lambda recorder: marked.append(recorder.epochs),
-            ),
-            Interruption(),
-        ],
+    trainer = hugging_face_trainer(
+        tmp_path, 4, [record, Interruption()], eval_dataset=Pixels()
     )
+    model = trainer.model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # These are the names in transformers 4 and 5.
@@ -228,39 +259,14 @@ def test_lightning_records_every_validation_of_an_epoch(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is left out."""
-    pl = need("lightning.pytorch")
+    need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
 
-    class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.vit = vit()
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, number: int) -> Tensor:
-            return F.cross_entropy(self.vit(batch[0]), batch[1])
-
-        def validation_step(self, batch: Any, number: int) -> None:
-            loss = F.cross_entropy(self.vit(batch[0]), batch[1])
-            self.losses.append(float(loss))
-            self.log("entropy", self.losses[-1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.vit.parameters(), 0.1)
-
-    model = Classifier()
+    # The name is that of a recorded variable.
+    model = classifier("entropy")
     callback = RecordCallback(tmp_path / "run.zarr", **options)
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        val_check_interval=0.5,
+    trainer = lightning_trainer(
+        callback, num_sanity_val_steps=0, val_check_interval=0.5
     )
     mark = Recorder.mark
 
@@ -291,42 +297,19 @@ def test_lightning_records_every_validation_of_an_epoch(
 
 
 def test_hugging_face_keeps_all_evaluation_sets(tmp_path: Path) -> None:
-    need("accelerate")
-    transformers = need("transformers")
+    need("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
-    config = transformers.ViTConfig(
-        image_size=16,
-        patch_size=4,
-        num_channels=2,
-        num_labels=3,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=8,
-    )
     marked: list[tuple[int | float, ...]] = []
-    trainer = transformers.Trainer(
-        transformers.ViTForImageClassification(config),
-        transformers.TrainingArguments(
-            str(tmp_path / "out"),
-            max_steps=3,
-            disable_tqdm=True,
-            report_to="none",
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-        ),
-        train_dataset=Pixels(),
+    record = RecordCallback(
+        tmp_path / "run.zarr", on_mark=lambda recorder: marked.append(recorder.epochs)
+    )
+    trainer = hugging_face_trainer(
+        tmp_path,
+        3,
+        [record],
         eval_dataset={"a": Pixels(), "b": Pixels()},
         compute_metrics=lambda _: {"per_class": np.array([0.4, 0.6]), "max_logit": 2},
-        callbacks=[
-            RecordCallback(
-                tmp_path / "run.zarr",
-                on_mark=lambda recorder: marked.append(recorder.epochs),
-            )
-        ],
     )
     with pytest.warns(RuntimeWarning, match="left out: eval_a_per_class, eval_b_per"):
         trainer.train()
