@@ -1,6 +1,7 @@
 """(k) Resources of the softmax statistics kernel, compiled for compute capability 9.0, and lower bounds of its time.
 
-    python benchmarks/kernel_resources.py      registers, spills, shared memory, roofline; a minute on one core, no GPU
+    # registers, spills, shared memory, roofline; a minute on one core, no GPU
+    python benchmarks/kernel_resources.py
 
 Triton's own compiler and assembler need no GPU. Nothing here is measured on one.
 """

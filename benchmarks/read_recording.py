@@ -1,6 +1,7 @@
 """(o) Reading of a long recording: the time to open it whole, in part and as a report, and its size on the disk.
 
-    python benchmarks/read_recording.py           300 epochs of 24 layers with 16 heads; about 3 minutes
+    # 300 epochs of 24 layers with 16 heads; about 3 minutes
+    python benchmarks/read_recording.py
 
 The recording has the variables of a ViT with a class token, and maps of 4 images at 14 x 14. The library's store writes
 random numbers as those of a training, one mark at a time.

@@ -1,6 +1,7 @@
 """(j) The processor time of a recorded forward, relative to a plain one.
 
-    python benchmarks/recorded_forward.py      DeiT-S and T-ResNet50, batch 8 at 224; about 5 minutes on one core
+    # DeiT-S and T-ResNet50, batch 8 at 224; about 5 minutes on one core
+    python benchmarks/recorded_forward.py
 
 Two equal models take turns, and each is the recorded one in half of the rounds: the place of a model in memory makes a
 difference of a hundredth, which this cancels. On the CPU the processor time is measured, so that other load on the

@@ -1,6 +1,7 @@
 """(e) The cost of recording: a recorded forward against a plain one, and against other ways to observe attention.
 
-    python benchmarks/recording.py             DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
+    # DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
+    python benchmarks/recording.py
 
 "idle" is a training step while a recorder that waits for validation is attached. The time of mark() as the number of
 epochs grows is printed last.

@@ -1,6 +1,7 @@
 """(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels, forward and backward: memory linear in the tokens.
 
-    python benchmarks/resolution.py            14, 28, 56 and 112 squared tokens; about 4 minutes on one core
+    # 14, 28, 56 and 112 squared tokens; about 4 minutes on one core
+    python benchmarks/resolution.py
 
 Dense attention is measured too as long as its N x N matrices fit, up to 56 squared tokens.
 """

@@ -1,6 +1,7 @@
 """(f) Peak memory against image size: Fig. 5 of the PatchConvNet paper, at inference.
 
-    python benchmarks/resolution_memory.py     224 to 768 pixels squared, one image; some minutes on one core
+    # 224 to 768 pixels squared, one image; some minutes on one core
+    python benchmarks/resolution_memory.py
 
 The first table shows the memory that a forward adds, at its peak, to the memory in use before it (the weights), and the
 exponent with which it grows with the area of the image: 1 is linear, 2 quadratic. PatchConvNet should show 1. The

@@ -1,6 +1,7 @@
 """(m) Attention rollout at high resolution: the class token's row alone, or products of matrices.
 
-    python benchmarks/rollout.py               ViT-S/16 at 512 and 1,024 pixels; about 5 minutes on one core
+    # ViT-S/16 at 512 and 1,024 pixels; about 5 minutes on one core
+    python benchmarks/rollout.py
 
 "matrices multiplied" is rollout as it is usually written: the means over heads of all layers, N x N, one after the
 other, of which the class token's row is read.

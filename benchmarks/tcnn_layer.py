@@ -1,6 +1,7 @@
 """(b) A T-CNN's layer, 3 x 3 and 512 channels, against a literal form of Eq. (7), with and without torch.compile.
 
-    python benchmarks/tcnn_layer.py            196 and 400 tokens, the papers' sizes; about 2 minutes on one core
+    # 196 and 400 tokens, the papers' sizes; about 2 minutes on one core
+    python benchmarks/tcnn_layer.py
 
 The literal form is that of the paper and of ConViT's code: positional logits v_pos . r over an (N, N, 3) tensor kept
 from call to call, two softmaxes, a mixture, and a product with the values.

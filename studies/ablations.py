@@ -368,7 +368,8 @@ def table(top1: xr.DataArray) -> str:
             mean = float((values - reference).mean())
             verdict = side_of_zero((low, high), "better", "worse")
             lines.append(
-                f"  {name:26}{float(values.mean()):.3f}   {mean:+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
+                f"  {name:26}{float(values.mean()):.3f}   {mean:+.3f} "
+                f"[{low:+.3f}, {high:+.3f}] {verdict}"
             )
     return "\n".join(lines)
 

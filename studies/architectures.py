@@ -1,4 +1,4 @@
-"""Gain and cost of attention in several architectures (T-CNN paper, Table 5 and Fig. 2).
+r"""Gain and cost of attention in several architectures (T-CNN paper, Table 5 and Fig. 2).
 
     python studies/architectures.py
 
@@ -22,9 +22,9 @@ It ends by checking that all models learned, and that T-CNNs need more multiply-
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/architectures.py --models resnet50d resnet101d resnetrs50 resnetrs101 --pretrained \
-        --data path/to/imagenet --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
-        --workers 16 --out results/imagenet
+    python studies/architectures.py --models resnet50d resnet101d resnetrs50 resnetrs101 \
+        --pretrained --data path/to/imagenet --img-size 224 --epochs 50 --batch-size 1024 \
+        --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
 """
 
 import argparse

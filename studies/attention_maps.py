@@ -1,4 +1,4 @@
-"""Attention maps of the heads of GPSA layers, from one query pixel (T-CNN paper, Figs. 5 and 8).
+r"""Attention maps of the heads of GPSA layers, from one query pixel (T-CNN paper, Figs. 5 and 8).
 
     python studies/attention_maps.py
 
@@ -29,8 +29,9 @@ with lower gates have fainter peaks than those of the other half.
 
 On your own model and images, as the papers did on ImageNet with a GPU:
 
-    python studies/attention_maps.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/attention_maps.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
+r"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
 
     python studies/cait_attention.py
 
@@ -24,7 +24,8 @@ than uniform attention would.
 
 With timm's weights, on your own images, nothing is trained:
 
-    python studies/cait_attention.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
+    python studies/cait_attention.py --model cait_xxs24_224 --pretrained \
+        --image photograph.jpg another.jpg
 """
 
 import argparse

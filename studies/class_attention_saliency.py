@@ -1,4 +1,4 @@
-"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper, Figs. 1 and 2).
+r"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper, Figs. 1 and 2).
 
     python studies/class_attention_saliency.py
 
@@ -35,8 +35,10 @@ often than chance.
 On your own model and images: a trained model is explained as it is (in a minute or so), or with --epochs fine-tuned
 first; on the frozen trunk of a convnet, attention is then trained in place of the pooling:
 
-    python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained --data path/to/imagenet
-    python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
+    python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained \
+        --data path/to/imagenet
+    python studies/class_attention_saliency.py --model resnet50 --pretrained \
+        --data path/to/imagenet --epochs 10
 """
 
 import argparse

@@ -180,8 +180,10 @@ def scenes(count: int, dose: float, seed: int) -> tuple[Tensor, Tensor]:
 def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
     """Return a table of accuracies, content and verdicts by dose, and whether the assay can say both "no" and "yes"."""
     lines = [
-        "accuracy on test scenes, mean over seeds; content information in nat, mean of heads and largest head",
-        "dose  arm                                  seeds  accuracy  static  shuffled  key content   query-key content",
+        "accuracy on test scenes, mean over seeds; "
+        "content information in nat, mean of heads and largest head",
+        "dose  arm                                  seeds  accuracy  static  shuffled  "
+        "key content   query-key content",
     ]
     effects = {}
     for dose, of_dose in runs.items():

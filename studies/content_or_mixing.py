@@ -1,11 +1,12 @@
-"""Content or mixing: whether attention that replaces convolutions gains from content, or only from mixing.
+r"""Content or mixing: whether attention that replaces convolutions gains from content, or only from mixing.
 
     python studies/content_or_mixing.py
 
 Takes some minutes on one CPU core with the digits, which only show that the code works. On photographs, such as
 CIFAR-10 as folders of images, from a ResNet-20 that was trained on them:
 
-    python studies/content_or_mixing.py --data cifar10 --weights resnet20.safetensors --amp --out results/content
+    python studies/content_or_mixing.py --data cifar10 --weights resnet20.safetensors --amp \
+        --out results/content
 
 The T-CNN paper leaves a question open (Secs. 4 and 6): whether what content attention adds to a convolution is content.
 Content attention does two things at once. It lets the image decide where a head looks, and it mixes over the whole

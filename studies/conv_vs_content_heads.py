@@ -1,4 +1,4 @@
-"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
+r"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
 
     python studies/conv_vs_content_heads.py
 
@@ -39,8 +39,9 @@ It ends by checking that the models learned, that both types were found, and tha
 
 On your own model and images:
 
-    python studies/conv_vs_content_heads.py --model resnet50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --seeds 3 --device cuda --amp --workers 16 --images 5000 --head-images 500 --out results/imagenet
+    python studies/conv_vs_content_heads.py --model resnet50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --seeds 3 --device cuda --amp --workers 16 --images 5000 \
+        --head-images 500 --out results/imagenet
 """
 
 import argparse

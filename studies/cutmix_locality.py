@@ -1,7 +1,8 @@
-"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo and Martínez, arXiv 2605.16390).
+r"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo and Martínez, arXiv 2605.16390).
 
     python studies/cutmix_locality.py
-    python studies/cutmix_locality.py --data cifar10-jpeg --limit 8000 --epochs 20 --out results/photos
+    python studies/cutmix_locality.py --data cifar10-jpeg --limit 8000 --epochs 20 \
+        --out results/photos
 
 The first takes four minutes on one CPU core, the second about fifteen.
 

@@ -1,4 +1,4 @@
-"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
+r"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
 
     python studies/disagreement.py
 
@@ -25,13 +25,15 @@ independent errors would make it.
 Two or more models that are trained already are compared with each other as they are, as in the thesis; in eval mode
 timm's distilled DeiT returns the mean of its two classifiers, which is the row "class+distil." of that table:
 
-    python studies/disagreement.py --model deit_small_patch16_224 deit_small_distilled_patch16_224 regnety_160 \
-        --pretrained --data path/to/imagenet --out results/deit
+    python studies/disagreement.py \
+        --model deit_small_patch16_224 deit_small_distilled_patch16_224 regnety_160 --pretrained \
+        --data path/to/imagenet --out results/deit
 
 On your own images, with a GPU. There is then no yardstick of another start, since all start from the same weights:
 
-    python studies/disagreement.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/disagreement.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

@@ -313,9 +313,12 @@ def table(results: xr.Dataset) -> str:
         of_arm = results.sel(arm=arm)
         disagreements = of_arm.disagreement.mean("seed")
         lines.append(
-            f"{arm:26}{float(of_arm.top1.mean()):8.3f}{float(disagreements.sel(teacher='CNN')):16.3f}"
-            f"{float(disagreements.sel(teacher='transformer')):18.3f}{float(of_arm.equivariance.mean()):14.3f}"
-            f"{float(of_arm.distance.mean()):10.3f}{int((of_arm.head_type == 'convolutional').sum()):12d} of "
+            f"{arm:26}{float(of_arm.top1.mean()):8.3f}"
+            f"{float(disagreements.sel(teacher='CNN')):16.3f}"
+            f"{float(disagreements.sel(teacher='transformer')):18.3f}"
+            f"{float(of_arm.equivariance.mean()):14.3f}"
+            f"{float(of_arm.distance.mean()):10.3f}"
+            f"{int((of_arm.head_type == 'convolutional').sum()):12d} of "
             f"{of_arm.head_type.size}"
         )
     for name, values in differences(results).items():

@@ -1,4 +1,4 @@
-"""Gain of longer fine-tuning, with attention and without (T-CNN paper, Table 4).
+r"""Gain of longer fine-tuning, with attention and without (T-CNN paper, Table 4).
 
     python studies/finetune_length.py
 
@@ -20,8 +20,9 @@ shortest.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/finetune_length.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --lengths 10 20 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/finetune_length.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --lengths 10 20 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
+r"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
 
     python studies/gating_evolution.py
 
@@ -24,8 +24,9 @@ It ends by checking that the mean gates of the layers moved apart, and that the 
 
 On your own images, as the papers did on ImageNet with a GPU:
 
-    python studies/gating_evolution.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/gating_evolution.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

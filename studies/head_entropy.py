@@ -1,4 +1,4 @@
-"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4 and 5).
+r"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4 and 5).
 
     python studies/head_entropy.py
 
@@ -28,8 +28,9 @@ these is more spread out and reaches further than that of convolutional heads.
 
 On your own images, as the papers did on ImageNet with a GPU:
 
-    python studies/head_entropy.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/head_entropy.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Strictness of the convolutional start: locality strength and gate (T-CNN paper, Sec. 2).
+r"""Strictness of the convolutional start: locality strength and gate (T-CNN paper, Sec. 2).
 
     python studies/initial_locality.py
 
@@ -23,8 +23,9 @@ It ends by checking that the T-CNNs learned, and that gates which start higher e
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/initial_locality.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/initial_locality.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse
@@ -179,7 +180,8 @@ def tabulate(panel: Axes, values: xr.DataArray, end: float) -> None:
 def table(scores: xr.Dataset) -> str:
     """Return the outcome of each start as a table."""
     lines = [
-        f"\n{'alpha':>6}{'lambda':>8}{'top-1 at start':>16}{'at the end':>12}{'mean gate':>11}{'content (nat)':>15}"
+        f"\n{'alpha':>6}{'lambda':>8}{'top-1 at start':>16}{'at the end':>12}"
+        f"{'mean gate':>11}{'content (nat)':>15}"
     ]
     for strength in scores.locality_strength.values:
         for gating in scores.gating.values:

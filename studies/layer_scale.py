@@ -1,4 +1,4 @@
-"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's thesis, Fig. 3.6).
+r"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's thesis, Fig. 3.6).
 
     python studies/layer_scale.py
 
@@ -24,7 +24,8 @@ without, as it must be.
 
 With timm's weights nothing is trained, and one model is shown your own images:
 
-    python studies/layer_scale.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
+    python studies/layer_scale.py --model cait_xxs24_224 --pretrained \
+        --image photograph.jpg another.jpg
 """
 
 import argparse
@@ -178,7 +179,8 @@ def table(ratios: xr.DataArray) -> str:
             first, last = of_branch.isel(epoch=0), of_branch.isel(epoch=-1)
             change = f"{float(first.mean()):.3f} -> {float(last.mean()):.3f}"
             lines.append(
-                f"{model:22}{words:12}{change:>16}{float(last.max()):10.3f}{float(variation(of_branch)):20.2f}"
+                f"{model:22}{words:12}{change:>16}{float(last.max()):10.3f}"
+                f"{float(variation(of_branch)):20.2f}"
             )
     return "\n".join(lines)
 

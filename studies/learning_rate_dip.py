@@ -1,4 +1,4 @@
-"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper, Fig. 6).
+r"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper, Fig. 6).
 
     python studies/learning_rate_dip.py
 
@@ -20,9 +20,9 @@ rate than with the smallest.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/learning_rate_dip.py --model resnet50 --pretrained --data path/to/imagenet --img-size 224 \
-        --rates 2.5e-5 5e-5 1e-4 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 \
-        --out results/imagenet
+    python studies/learning_rate_dip.py --model resnet50 --pretrained --data path/to/imagenet \
+        --img-size 224 --rates 2.5e-5 5e-5 1e-4 --epochs 50 --batch-size 1024 --drop-path 0.1 \
+        --device cuda --amp --workers 16 --out results/imagenet
 """
 
 import argparse

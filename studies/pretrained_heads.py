@@ -1,7 +1,10 @@
-"""How many heads of a pretrained vision transformer can be uniform, convolutional, static or salient, and at what cost.
+r"""How many heads of a pretrained vision transformer can be uniform, convolutional, static or
+salient, and at what cost.
 
-    python studies/pretrained_heads.py --model vit_small_patch14_dinov2 --pretrained --data folder/of/photographs
-    python studies/pretrained_heads.py --weights vit_small_patch14_saliency.safetensors --data folder/of/photographs
+    python studies/pretrained_heads.py --model vit_small_patch14_dinov2 --pretrained \
+        --data folder/of/photographs
+    python studies/pretrained_heads.py --weights vit_small_patch14_saliency.safetensors \
+        --data folder/of/photographs
 
 Takes 13 minutes of one CPU core (a ViT-S of 72 heads on 257 tokens).
 
@@ -19,8 +22,9 @@ pretrained_heads.zarr   all numbers: the recording, costs of each head and rung,
 
 Protocol, written before the results of the network that is named below
 -----------------------------------------------------------------------
-Network: DINOv2's ViT-S/14, fine-tuned to predict what is important in a photograph (72 heads); --weights. Photographs:
-Imagenette's validation images, evenly spread over its ten classes: 16 to fit (the recording, M, T, kernels, orders)
+Network: DINOv2's ViT-S/14, fine-tuned to predict what is important in a photograph (72 heads);
+--weights. Photographs: Imagenette's validation images, evenly spread over its ten classes:
+16 to fit (the recording, M, T, kernels, orders)
 and 12 others to evaluate. Nothing is trained.
 
 Cost of a head at a rung: norm of the change of the last patch features over the norm of these features, for each

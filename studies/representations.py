@@ -1,4 +1,4 @@
-"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
+r"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
 
     python studies/representations.py
 
@@ -28,8 +28,9 @@ nearest neighbours by the last stage know more of the digit after fine-tuning th
 
 On your own images, as the papers did on ImageNet with a GPU:
 
-    python studies/representations.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/representations.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

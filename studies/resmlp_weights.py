@@ -212,7 +212,8 @@ def table(weights: xr.Dataset) -> str:
     """Return the last epoch, by block, as a table."""
     last = weights.isel(epoch=-1)
     lines = [
-        f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}{'near 0: A':>11}{'B':>7}{'C':>7}  type"
+        f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}"
+        f"{'near 0: A':>11}{'B':>7}{'C':>7}  type"
     ]
     for layer in last.layer.values:
         block = last.sel(layer=layer)

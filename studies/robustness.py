@@ -1,4 +1,4 @@
-"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
+r"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
 
     python studies/robustness.py
 
@@ -27,9 +27,10 @@ It ends by checking that the models learned, and that damage grows with severity
 On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders. Images are
 corrupted at --img-size; the papers "keep a resolution of 224 at test time" for corruptions, also of larger models:
 
-    python studies/robustness.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 \
-        --variant imagenet-a=path/to/imagenet-a --variant imagenet-r=path/to/imagenet-r --out results/imagenet
+    python studies/robustness.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --variant imagenet-a=path/to/imagenet-a \
+        --variant imagenet-r=path/to/imagenet-r --out results/imagenet
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Twenty seeds: how far trainings differ, and whether early accuracy ranks them (thesis, Figs. 6.7 to 6.10).
+r"""Twenty seeds: how far trainings differ, and whether early accuracy ranks them (thesis, Figs. 6.7 to 6.10).
 
     python studies/seeds.py
 
@@ -26,8 +26,9 @@ It ends by checking that the trainings learned, and that the first layer's mean 
 
 On your own images, as the papers did on ImageNet with a GPU:
 
-    python studies/seeds.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 --seeds 20 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/seeds.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
+        --seeds 20 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 \
+        --out results/imagenet
 """
 
 import argparse
@@ -281,7 +282,8 @@ def table(results: xr.Dataset) -> str:
         f"\n{seeds} seeds, {results.sizes['image']} validation images; converted before epoch {converted(results)}"
     ]
     lines.append(
-        f"{'epoch':>6}{'mean':>8}{'std':>8}{'min':>8}{'max':>8}   rank correlation with the end, same images [95 %]"
+        f"{'epoch':>6}{'mean':>8}{'std':>8}{'min':>8}{'max':>8}"
+        "   rank correlation with the end, same images [95 %]"
     )
     correlations = by_epoch(results)
     for epoch in results.epoch.values:

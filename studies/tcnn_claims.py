@@ -1,4 +1,4 @@
-"""Four claims of the T-CNN paper that it states without a figure, each asked of several trainings.
+r"""Four claims of the T-CNN paper that it states without a figure, each asked of several trainings.
 
     python studies/tcnn_claims.py
 
@@ -32,8 +32,9 @@ It ends by checking that the T-CNNs learned, and that all heads start by positio
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/tcnn_claims.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 --seeds 3 \
-        --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/tcnn_claims.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --seeds 3 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
+        --workers 16 --out results/imagenet
 """
 
 import argparse

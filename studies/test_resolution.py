@@ -1,4 +1,4 @@
-"""Accuracy and attention at test resolutions other than that of training (T-CNN paper, Fig. 7).
+r"""Accuracy and attention at test resolutions other than that of training (T-CNN paper, Fig. 7).
 
     python studies/test_resolution.py
 
@@ -25,9 +25,9 @@ It ends by checking that the models learned, and are better at the resolution of
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/test_resolution.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
-        --sizes 160 224 256 320 384 416 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
-        --workers 16 --out results/imagenet
+    python studies/test_resolution.py --model resnetrs50 --pretrained --data path/to/imagenet \
+        --img-size 224 --sizes 160 224 256 320 384 416 --epochs 50 --batch-size 1024 \
+        --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
 """
 
 import argparse

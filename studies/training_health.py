@@ -1,7 +1,8 @@
-"""Training health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
+r"""Training health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
 
     python studies/training_health.py
-    python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 --out results/photos
+    python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 \
+        --out results/photos
 
 The first takes five minutes on one CPU core, the second half an hour.
 

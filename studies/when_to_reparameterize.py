@@ -1,4 +1,4 @@
-"""When to reparameterize, at equal total training (T-CNN paper, Sec. 5 and Table 3).
+r"""When to reparameterize, at equal total training (T-CNN paper, Sec. 5 and Table 3).
 
     python studies/when_to_reparameterize.py
 
@@ -22,8 +22,9 @@ It ends by checking that each run learned, and continued as a T-CNN where it sho
 
 On your own images, as the paper did on ImageNet with a GPU:
 
-    python studies/when_to_reparameterize.py --model resnet50 --data path/to/imagenet --img-size 224 --epochs 400 \
-        --times 0 100 200 300 400 --batch-size 1024 --lr 0.4 --device cuda --amp --workers 16 --out results/imagenet
+    python studies/when_to_reparameterize.py --model resnet50 --data path/to/imagenet \
+        --img-size 224 --epochs 400 --times 0 100 200 300 400 --batch-size 1024 --lr 0.4 \
+        --device cuda --amp --workers 16 --out results/imagenet
 """
 
 import argparse
@@ -173,7 +174,8 @@ def table(scores: xr.Dataset) -> str:
     total = int(scores.epoch[-1])
     best = int(ends.argmax("t1"))
     lines = [
-        f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(scores.images)} validation images)"
+        f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}"
+        f"   (one seed each, {int(scores.images)} validation images)"
     ]
     for t1, end, heads in zip(
         scores.t1.values, ends.values, scores.heads.values, strict=True

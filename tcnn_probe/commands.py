@@ -20,13 +20,15 @@ __all__ = ["run"]
 
 _COLUMNS = (
     "gate", "locality_strength", "selectivity", "offset_information", "position_information",
-    "key_content_information", "query_key_content_information", "content_information", "entropy", "content_entropy",
+    "key_content_information", "query_key_content_information", "content_information",
+    "entropy", "content_entropy",
     "positional_entropy", "attention_distance", "prefix_attention", "class_entropy",
 )  # fmt: skip
 
 # Packages whose versions matter most for errors: those that are measured, that compute and that store.
 _PACKAGES = (
-    "torch", "timm", "torchvision", "transformers", "lightning", "captum", "triton", "numpy", "xarray", "zarr",
+    "torch", "timm", "torchvision", "transformers", "lightning", "captum", "triton",
+    "numpy", "xarray", "zarr",
     "matplotlib", "bokeh", "dask",
 )  # fmt: skip
 # Variables that OpenMP, MKL, oneDNN and torch read when they are loaded, and on which numbers and speed may depend.
@@ -112,7 +114,8 @@ def _info() -> Iterator[str]:
     except (ImportError, OSError) as error:
         yield f"device: unknown, as importing torch raises {type(error).__name__}"
         return
-    yield f"torch's threads: {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}"
+    between = torch.get_num_interop_threads()
+    yield f"torch's threads: {torch.get_num_threads()}, between operators {between}"
     yield f"instruction set: {torch.backends.cpu.get_cpu_capability()}"
     yield f"CUDA of torch: {torch.version.cuda or 'none'}"
     devices = [

@@ -20,7 +20,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.disable()  # during collection: each run would visit half a million objects that stay, and take 0.3 s
+# During collection: each run would visit half a million objects that stay, and take 0.3 s.
+gc.disable()
 
 
 TESTS = Path(__file__).parent

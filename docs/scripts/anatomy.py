@@ -1,6 +1,7 @@
-"""Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of one that learns.
+r"""Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of one that learns.
 
-    python docs/scripts/anatomy.py imagenette2-160/val --weights FILE.safetensors --run results/photographs
+    python docs/scripts/anatomy.py imagenette2-160/val --weights FILE.safetensors \
+        --run results/photographs
 
 This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a larger one that has
 it as ``backbone``; without it timm loads its own (``pretrained=True``). ``--run`` is the training that

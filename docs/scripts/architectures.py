@@ -13,16 +13,19 @@ from tcnn_probe.architectures.record import LayerRecord
 
 HEADER = """# Layers with a record
 
-Written by `python docs/scripts/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which
-also give the reasons.
+Written by `python docs/scripts/architectures.py` from [the
+records](../tcnn_probe/architectures/timm_layers.py), which also give the reasons.
 
-Most models need no record, because [attention is seen where the model calls torch](recording.md#your-own-model). A
-class has a record if these calls do not show all that is needed:
+Most models need no record, because [attention is seen where the model calls
+torch](recording.md#your-own-model). A class has a record if these calls do not show all that is
+needed:
 
-- *not recorded*: the layer looks like attention but has no matrix between tokens; `recorder.unsupported` says why.
+- *not recorded*: the layer looks like attention but has no matrix between tokens;
+  `recorder.unsupported` says why.
 - *heads*: which axis of (..., N_query, N_key) holds the heads.
 - *grid*: where queries and keys lie, or why they lie on no grid.
-- *windows*: how the layer divides the image into windows, so that `attention_maps` can put them on the image.
+- *windows*: how the layer divides the image into windows, so that `attention_maps` can put them on
+  the image.
 - *layer-scale*, *gradient*: the probes of these names measure the layer.
 """
 

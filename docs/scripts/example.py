@@ -1,7 +1,8 @@
-"""Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a study.
+r"""Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a study.
 
-    python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained --data imagenette2-160 --img-size 128 \
-        --limit 1600 --epochs 5 --batch-size 32 --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
+    python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained \
+        --data imagenette2-160 --img-size 128 --limit 1600 --epochs 5 --batch-size 32 \
+        --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/scripts/example.py results/photos
 
 At each epoch a photograph whose maps are saved is recorded first, and then the validation photographs of the study.

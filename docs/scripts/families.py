@@ -1,7 +1,7 @@
 """Write ``families.md``, the table of timm's convnets that can be reparameterized, with the errors.
 
-    python docs/scripts/families.py                          # every family, about ten minutes on one core
-    python docs/scripts/families.py --families vgg resnet    # some of them; --out names another file
+    python docs/scripts/families.py                        # all, about ten minutes on one core
+    python docs/scripts/families.py --families vgg resnet  # some of them; --out names another file
 
 A family is a module of timm. Its smallest member is tested, in full width and with random weights, norms, layer scales
 and gains: with ``stride="keep"`` and locality strength and gating at 20 the T-CNN must have the outputs of the CNN. The
@@ -11,6 +11,7 @@ table also has members of large families that are built differently.
 import argparse
 import collections
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,15 +52,19 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
-Written by `python docs/scripts/families.py` with timm {version}. The table has the smallest member, in full width, of
-every module of timm that holds models, and members of large families that are built differently.
+Written by `python docs/scripts/families.py` with timm {version}. The table has the smallest member,
+in full width, of every module of timm that holds models, and members of large families that are
+built differently.
 
-- *layers*: the convolutions that `reparameterize` selects by default, which are those of the last stage.
+- *layers*: the convolutions that `reparameterize` selects by default, which are those of the last
+  stage.
 - *heads*: the number of heads of each of these layers.
-- *grid*: rows x columns at the last of these layers, for this image, at `stride="keep"` -> at `stride="unit"`. "keep
-  only" means that the stride cannot be removed, and is followed by the reason.
-- *error*: the largest difference between the outputs of T-CNN and CNN, divided by the largest output of the CNN. It is
-  measured at `stride="keep", locality_strength=20, gating=20`, in float32, with random weights, norms and layer scales.
+- *grid*: rows x columns at the last of these layers, for this image, at `stride="keep"` -> at
+  `stride="unit"`. "keep only" means that the stride cannot be removed, and is followed by the
+  reason.
+- *error*: the largest difference between the outputs of T-CNN and CNN, divided by the largest
+  output of the CNN. It is measured at `stride="keep", locality_strength=20, gating=20`, in float32,
+  with random weights, norms and layer scales.
 
 | family | model | image | layers | heads | grid | error |
 |---|---|---|---|---|---|---|"""
@@ -212,15 +217,21 @@ def table(rows: Sequence[Row]) -> str:
     """Return the document."""
     shown = [row for row in rows if NO_CONVOLUTION not in row.reason]
     without = [row for row in rows if NO_CONVOLUTION in row.reason]
+    names = ", ".join(f"{row.family} ({row.model})" for row in without)
     lines = [
         HEADER.format(version=timm.__version__),
         *(
-            f"| {r.family} | {r.model} | {r.image} | {r.layers} | {r.heads} | {r.grid} | {r.error or r.reason} |"
+            f"| {r.family} | {r.model} | {r.image} | {r.layers} "
+            f"| {r.heads} | {r.grid} | {r.error or r.reason} |"
             for r in shown
         ),
         "",
-        f'These raise "{NO_CONVOLUTION}": their last stage has no k x k convolution outside of attention layers.',
-        ", ".join(f"{row.family} ({row.model})" for row in without) + ".",
+        *textwrap.wrap(
+            f'These raise "{NO_CONVOLUTION}": their last stage has no k x k convolution '
+            f"outside of attention layers. {names}.",
+            width=100,
+            break_on_hyphens=False,
+        ),
         "",
     ]
     return "\n".join(lines)

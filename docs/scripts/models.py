@@ -1,7 +1,7 @@
 """Write ``models.md``, the table of the layers that are recorded in vision models.
 
-    python docs/scripts/models.py                          # all models, about four minutes on one core
-    python docs/scripts/models.py --models vit_tiny swin   # rewrite the rows of models whose names contain a word
+    python docs/scripts/models.py                         # all, about four minutes on one core
+    python docs/scripts/models.py --models vit_tiny swin  # only names that contain one of the words
 
 Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
 An experiment that does not know the grids tells whether maps show the image as it is: it changes the pixels of a
@@ -31,19 +31,23 @@ from tcnn_probe.attention.stream import AttentionStream
 
 HEADER = """# Vision models
 
-Written by `python docs/scripts/models.py` with {versions}, from random weights.
+Written by `python docs/scripts/models.py`
+with {versions}, from random weights.
 
 - *layers*: number of attention layers that are recorded.
-- *grids*: rows x columns of keys; "+ n" stands for n additional class, register or other tokens. In layers with windows
-  the grid is that of a window.
-- *square*: layers whose maps change at the place where the image changes. Each of four images differs from a fifth in a
-  square of a twelfth of the image's sides, and the maps are those of queries around the square. In this experiment
-  attention layers output 0, so that tokens are not mixed. If one place of a map changes by a quarter more than any
-  other, and the place is another one for each of the four images, these should be the places of the squares. Other
-  layers are undecided, or have no maps because the image reaches them through attention only (levit). The maps of some
-  do not change at all, because their queries are zero before training (GroupViT). In all others no place stands out;
-  most of them are late in a trunk of convolutions or pools, where a cell sees much more of the image than a square.
-- *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
+- *grids*: rows x columns of keys; "+ n" stands for n additional class, register or other tokens. In
+  layers with windows the grid is that of a window.
+- *square*: layers whose maps change at the place where the image changes. Each of four images
+  differs from a fifth in a square of a twelfth of the image's sides, and the maps are those of
+  queries around the square. In this experiment attention layers output 0, so that tokens are not
+  mixed. If one place of a map changes by a quarter more than any other, and the place is another
+  one for each of the four images, these should be the places of the squares. Other layers are
+  undecided, or have no maps because the image reaches them through attention only (levit). The maps
+  of some do not change at all, because their queries are zero before training (GroupViT). In all
+  others no place stands out; most of them are late in a trunk of convolutions or pools, where a
+  cell sees much more of the image than a square.
+- *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the
+  reasons.
 
 | library | model | image | layers | grids | square | notes |
 |---|---|---|---|---|---|---|"""

@@ -1,7 +1,7 @@
 """Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that timm registers.
 
     python docs/scripts/timm_models.py                 # all names, about ten minutes on one core
-    python docs/scripts/timm_models.py --models cait_m36  # names with a word in them; --out names a file
+    python docs/scripts/timm_models.py --models cait_m36  # names with a word; --out names a file
 
 Weights are random and nothing is downloaded. Names are of one kind if timm builds them from the same class with the
 same switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs
@@ -38,19 +38,24 @@ from tcnn_probe.attention.reconstruction import (
 
 HEADER = """# Attention in timm
 
-Written by `python docs/scripts/timm_models.py` with timm {timm} and torch {torch}, from random weights.
+Written by `python docs/scripts/timm_models.py` with timm {timm} and torch {torch}, from random
+weights.
 
-Names are of the same kind if timm builds their models from the same class with the same switches, and only numbers
-differ: widths, heads, blocks, sizes of images. The smallest model of each kind ran: one forward of one image, with at
-most two blocks in a row if timm can build such a model. The others of its kind, in the last column, did not run.
+Names are of the same kind if timm builds their models from the same class with the same switches,
+and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind
+ran: one forward of one image, with at most two blocks in a row if timm can build such a model. The
+others of its kind, in the last column, did not run.
 
-- *layers*: number of attention layers that are recorded; in brackets, the number of those whose keys lie on a grid.
-- *difference*: largest difference between the reconstruction and the model's own result, divided by the largest value
-  of the latter, over these layers, in float32. The recorder refuses a layer if the difference is above {tolerance}.
+- *layers*: number of attention layers that are recorded; in brackets, the number of those whose
+  keys lie on a grid.
+- *difference*: largest difference between the reconstruction and the model's own result, divided by
+  the largest value of the latter, over these layers, in float32. The recorder refuses a layer if
+  the difference is above {tolerance}.
 - *not recorded*: reasons, with the number of layers if there are several.
 
-{recorded} of the {kinds} kinds below ({names} names) have layers that are recorded. The other {others} names that timm
-registers have no module that computes a softmax or is named like attention.
+{recorded} of the {kinds} kinds below ({names} names) have layers that are recorded. The other
+{others} names that timm registers have no module that computes a softmax or is named like
+attention.
 
 | model | class | image | layers | difference | not recorded | the same kind |
 |---|---|---|---|---|---|---|"""

@@ -31,10 +31,12 @@ SCREENS = {"phone": (390, 844), "desktop": (1400, 1000)}
 SCHEMES = ("light", "dark")
 QUERY = "attention_maps"
 SECONDS = 30  # limit for a page, which may be slow on a machine with other work
-MISSING_IMAGES = """return [...document.images].filter(image => image.complete && !image.naturalWidth)
+MISSING_IMAGES = """return [...document.images]
+    .filter(image => image.complete && !image.naturalWidth)
     .map(image => image.src)"""
 OVERFLOW = """return [...document.querySelectorAll("html, h1, table.autosummary")]
-    .filter(element => element.scrollWidth > element.clientWidth || element.clientWidth > window.innerWidth)
+    .filter(element => element.scrollWidth > element.clientWidth
+        || element.clientWidth > window.innerWidth)
     .map(element => element.tagName)"""
 LIGHTNESS = {"light": (200, 255), "dark": (0, 80)}
 """Range of the mean of red, green and blue at the lower left corner, which is background."""

@@ -183,7 +183,8 @@ napoleon_use_rtype = False  # "Shape (B, H, W): the maps" stays one line
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
 suppress_warnings = [
-    "ref.python",  # napoleon takes some words of docstrings for types, and two classes may have such a name
+    # Napoleon takes some words of docstrings for types, and two classes may have such a name.
+    "ref.python",
     "myst-nb.lexer",  # without execution the language of the cells is unknown
 ]
 # The documentation of other packages is not available offline.
@@ -231,14 +232,16 @@ def write_gallery(_: Sphinx) -> None:
         thumbnail = f"/docs/thumbnails/{path.stem}.png"
         image = f":img-top: {thumbnail}" if (ROOT / thumbnail[1:]).exists() else ""
         cards.append(
-            f":::{{grid-item-card}} {path.stem}\n:link: /studies/pages/{path.stem}\n:link-type: doc\n"
+            f":::{{grid-item-card}} {path.stem}\n"
+            f":link: /studies/pages/{path.stem}\n:link-type: doc\n"
             f"{image}\n\n{title}\n:::\n"
         )
     pages = sorted(ROOT.glob("studies/pages/*.md"))
     names = "\n".join(f"/studies/pages/{page.stem}" for page in pages)
     (GENERATED / "gallery.md").write_text(
-        "# Studies\n\nEach study is one command and stands for a figure or table of the papers, or for a question that "
-        "they leave open. [Findings](/studies/README.md).\n\n"
+        "# Studies\n\n"
+        "Each study is one command and stands for a figure or table of the papers, "
+        "or for a question that they leave open. [Findings](/studies/README.md).\n\n"
         f"::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{''.join(cards)}::::\n\n"
         f"```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
     )
@@ -251,7 +254,8 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
         picture, description = PICTURES[docname]
         heading, _, rest = source[0].partition("\n")
         source[0] = (
-            f"{heading}\n\n```{{image}} /docs/{picture}\n:alt: {description}\n:class: opening\n```\n{rest}"
+            f"{heading}\n\n```{{image}} /docs/{picture}\n"
+            f":alt: {description}\n:class: opening\n```\n{rest}"
         )
     if docname == root_doc:
         source[0] += "\n" + (HERE / "contents.md").read_text()
@@ -263,7 +267,8 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
         first, heading, rest = source[0].partition("\n# ")
         title, _, rest = rest.partition("\n")
         source[0] = (
-            f'{first}{heading}{title}\n\n<a href="{name}.ipynb" download>This page as a notebook</a>\n{rest}'
+            f"{first}{heading}{title}\n\n"
+            f'<a href="{name}.ipynb" download>This page as a notebook</a>\n{rest}'
         )
 
 

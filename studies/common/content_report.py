@@ -203,7 +203,8 @@ def _difference(
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
     """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its learning rates."""
     lines = [
-        "accuracy (mean over seeds)                 seeds  clean   corrupted  static  shuffled  by position"
+        "accuracy (mean over seeds)                 "
+        "seeds  clean   corrupted  static  shuffled  by position"
     ]
     for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
         of_arm = [
@@ -276,7 +277,10 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
         answers = []
         for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
-            row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
+            row = (
+                f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}"
+                f"  p (Holm) {p_value:.3f}  {answers[-1]}"
+            )
             # One seed gives no variance over seeds, from which to tell how many would decide.
             if effect.seeds == 1:
                 row += "; one seed has no interval"
@@ -323,7 +327,8 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
     adjusted = holm([effect.p_value for effect in effects.values()])
     rows = zip(effects.items(), adjusted, strict=True)
     return [
-        f"  C - D        lambda = {start:+g}, {group:10s}{effect}  p (Holm, {len(GROUPS)} families) {p_value:.3f}"
+        f"  C - D        lambda = {start:+g}, {group:10s}{effect}"
+        f"  p (Holm, {len(GROUPS)} families) {p_value:.3f}"
         for (group, effect), p_value in rows
     ]
 

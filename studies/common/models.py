@@ -71,7 +71,8 @@ def small_patchconvnet(num_heads: int = 1) -> nn.Module:
         convolution.stride = 1, 1
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.reset_parameters()  # the published initial values, for widths of 384 and more, are too small for 32
+            # The published initial values, for widths of 384 and more, are too small for 32.
+            layer.reset_parameters()
     return model
 
 

@@ -177,7 +177,8 @@ def _converted(
     result = model if inplace else copy_in_its_modes(model)
     result = _exchange(result, replacements(result))
     if feature_info is not None:
-        setattr(result, "feature_info", feature_info)  # noqa: B010 (which nn.Module's annotations do not know)
+        # The annotations of nn.Module do not know this attribute.
+        setattr(result, "feature_info", feature_info)  # noqa: B010
     return result
 
 

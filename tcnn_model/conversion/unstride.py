@@ -201,4 +201,5 @@ def _stride(module: nn.Module) -> tuple[int, int]:
 
 def _set_unit_stride(module: nn.Module) -> None:
     unit = (1, 1) if isinstance(module.stride, tuple | list) else 1
-    setattr(module, "stride", unit)  # noqa: B010 (a plain attribute, which nn.Module's annotations do not know)
+    # A plain attribute, which the annotations of nn.Module do not know.
+    setattr(module, "stride", unit)  # noqa: B010

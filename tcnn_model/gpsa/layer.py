@@ -29,8 +29,9 @@ class GPSA(nn.Module):
     A ``k_h x k_w`` convolution becomes ``k_h * k_w`` heads, one per kernel tap in row-major order. With
     ``g_h = sigma(lambda_h)``, base pixel ``b = stride * (y, x)`` of a query and offset ``delta`` of a key from it::
 
-        A_h    = (1 - g_h) softmax(q k^T / sqrt(d)) + g_h softmax(-alpha_h ||delta - Delta_h||^2)     (Eq. 7)
-        output = sum_h A_h X W_val W_out^h + bias                                                   (Eq. 5)
+        A_h    = (1 - g_h) softmax(q k^T / sqrt(d))
+                 + g_h softmax(-alpha_h ||delta - Delta_h||^2)     (Eq. 7)
+        output = sum_h A_h X W_val W_out^h + bias                  (Eq. 5)
 
     The layer starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset of tap h (Eq. 4). It
     equals the convolution in the limit of large alpha and lambda (``locality_strength=20, gating=20`` is exact up to

@@ -1,6 +1,7 @@
 """Forward kernels (Triton): the normaliser of content attention, then the mixed attention times the values."""
 
-# ruff: noqa: N803, SIM102 (Triton's compile-time constants are upper case, and each is tested in a separate if)
+# Triton's compile-time constants are upper case, and each is tested in a separate if.
+# ruff: noqa: N803, SIM102
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 
 import triton

@@ -51,7 +51,9 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def product(left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+def product(
+    left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """Return ``left @ right^T``."""
     zeros = tl.zeros((left.shape[0], right.shape[0]), ACC)
     return dot(left, tl.trans(right), zeros, PRECISION, INTERPRETED)

@@ -265,7 +265,8 @@ class Images:
             num_workers=self.config.workers,
             collate_fn=_collate,
             pin_memory=self.ranks.device.type == "cuda",
-            generator=torch.Generator(),  # a DataLoader draws from its generator, by default torch's global one
+            # A DataLoader draws from its generator, by default torch's global one.
+            generator=torch.Generator(),
             worker_init_fn=_ignore_ctrl_c,
         )
         for images, labels, unreadable in loader:

@@ -109,7 +109,8 @@ def heads_axis(
             # Of several axes of this size, the last is taken, because windows come before the heads.
             axis = len(leading) - 1 - leading[::-1].index(count)
         elif len(leading) > 2 and count == prod(leading[1:]):
-            axis = "grouped"  # (B, groups, heads of a group, ...): the heads of a group share their keys
+            # (B, groups, heads of a group, ...): the heads of a group share their keys.
+            axis = "grouped"
         elif len(leading) > 1:
             axis = 1
         else:

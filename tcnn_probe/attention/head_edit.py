@@ -29,7 +29,8 @@ class HeadEdit:
 
     ::
 
-        with tcnn_probe.attention_stream(model, lambda attention: HeadEdit([3])):  # head 3 of every layer gives zero
+        # Head 3 of every layer gives zero.
+        with tcnn_probe.attention_stream(model, lambda attention: HeadEdit([3])):
             model(images)
 
     Args:

@@ -161,7 +161,8 @@ def saliency(
 
     ::
 
-        maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"], gradcam={"layer": "blocks"})
+        methods = ["class_attention", "gradcam"]
+        maps = tcnn_probe.saliency(model, images, method=methods, gradcam={"layer": "blocks"})
         maps.gradcam.sel(image=0).plot(yincrease=False)
 
     Methods are "class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion" and the

@@ -17,7 +17,8 @@ __all__ = [
     "whole_numbers",
 ]
 
-_SLACK = 1e-4  # by rounding, undoing a normalisation in float32 gives values about this far outside of [0, 1]
+# By rounding, undoing a normalisation in float32 gives values about this far outside of [0, 1].
+_SLACK = 1e-4
 
 
 def check_range(low: float, high: float) -> None:

@@ -74,7 +74,8 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
     ::
 
         right = ds.correct.sel(severity=3, seed=0)
-        tcnn_probe.evaluation.mcnemar(right.sel(model="tcnn"), right.sel(model="cnn")).p_value  # for each corruption
+        test = tcnn_probe.evaluation.mcnemar(right.sel(model="tcnn"), right.sel(model="cnn"))
+        test.p_value  # for each corruption
 
     Only images that one model has right and the other has wrong count. If both models are right equally often, each of
     these images is like the toss of a fair coin (McNemar 1947), so SciPy's two-sided binomial test applies. Each label
@@ -118,7 +119,8 @@ def calibration_error(
 
     ::
 
-        errors = tcnn_probe.evaluation.calibration_error(ds.confidence, ds.correct)  # (model, corruption, ...)
+        # (model, corruption, ...)
+        errors = tcnn_probe.evaluation.calibration_error(ds.confidence, ds.correct)
 
     Images are assigned by their confidence to bins of equal width, the m-th of which is ((m - 1) / bins, m / bins]. The
     error is the mean over images of abs(accuracy - mean confidence) of their bin. It depends on the bins, and is above

@@ -60,7 +60,8 @@ def cost(
     ::
 
         cost = tcnn_probe.evaluation.cost({"cnn": cnn, "tcnn": tcnn}, 224)
-        print(xr.merge([ds[["clean_accuracy"]], cost]).to_pandas())  # ds of tcnn_probe.evaluation.robustness
+        # ds is the result of tcnn_probe.evaluation.robustness
+        print(xr.merge([ds[["clean_accuracy"]], cost]).to_pandas())
 
     Products that the implementation computes are counted, but not sums, activations, normalisations and the softmax.
     The thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a ResNet-50, 4.6e9 for a DeiT-S at 224.

@@ -44,7 +44,8 @@ def imagenet_c(
 
     ::
 
-        ds = evaluation.imagenet_c({"cnn": cnn, "tcnn": tcnn}, "imagenet-c", clean="imagenet/val", model=cnn)
+        models = {"cnn": cnn, "tcnn": tcnn}
+        ds = evaluation.imagenet_c(models, "imagenet-c", clean="imagenet/val", model=cnn)
         errors = evaluation.mean_corruption_error(ds, evaluation.ALEXNET_ERRORS)
         print(100 * errors.mean_corruption_error.to_pandas())  # mCE, as papers print it
 

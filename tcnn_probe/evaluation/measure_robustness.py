@@ -66,7 +66,8 @@ def robustness(
 
     ::
 
-        ds = tcnn_probe.evaluation.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
+        models = {"cnn": cnn, "tcnn": tcnn}
+        ds = tcnn_probe.evaluation.robustness(models, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
     A prediction is the class with the highest score, the first of several equal ones; its confidence is its probability

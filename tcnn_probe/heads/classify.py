@@ -80,7 +80,8 @@ def head_types(
 
         types = tcnn_probe.head_types(recorder.dataset)
         print((types == "content").sum("head").to_pandas())  # by epoch and layer
-        print((types == "content").where(~types.uncertain).mean())  # of the heads whose type is certain
+        # Of the heads whose type is certain:
+        print((types == "content").where(~types.uncertain).mean())
         ds = recorder.dataset.assign(head_type=types)
 
     A head is "averaging" if its attention is nearly even. Else the largest part of its selectivity decides, if it

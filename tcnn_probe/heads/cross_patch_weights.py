@@ -69,7 +69,8 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
     ::
 
         layers = cross_patch(model)
-        layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()  # a row of the matrix (thesis, Fig. 4.2)
+        # A row of the matrix (thesis, Fig. 4.2).
+        layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()
         tcnn_probe.head_types(layers)  # convolutional, positional, averaging or mixed
 
     Only ``translation_equivariance`` depends on the signs of the weights. MLP-Mixer has a GELU between its two layers;

@@ -49,35 +49,40 @@ def ablate(
         with tcnn_probe.ablate(model, head_types(ds) == "content"):
             accuracy = validate(model)
 
-    =============== ==================================================================================================
+    =============== ================================================================================
     mode            effect
-    =============== ==================================================================================================
-    "zero"          The outputs of the heads are zero where they are concatenated, before the layer's projection, whose
-                    bias stays. With talking heads (CaiT) the softmax is set to zero, before heads are mixed.
-    "mean"          Each query gets the mean output of these heads over the queries of the same image (or window), or
-                    with ``images=`` the mean over these images of the term that the heads add to the layer's output at
-                    each position. The running batch is never averaged: the result of an image must not depend on
-                    others.
-    "uniform"       U: attention is 1 / K to each of the K visible keys. ("mean" over queries is not uniform: it keeps
-                    the keys that stand out in an image.)
-    "convolutional" T: attention is a convolution, exp theta(offset from query to key) / Z_query with one more number
-                    for each class and register token; the one that is nearest to the mean over ``images=``.
-    "static"        M: attention is replaced by its mean over ``images=``, the same for every image. A head whose
-                    attention does not depend on the image, such as a convolution, does not change.
-    "salient"       S: the mean over ``images=`` times a factor of each key, M_i(j) g(j) / Z_i, such that keys receive
-                    what they receive in the evaluated image: which keys stand out for all queries (of a window)
-                    depends on the image, and nothing else does.
-    "local"         Keys farther than ``radius`` patches are hidden from each query; class and register tokens are not.
+    =============== ================================================================================
+    "zero"          The outputs of the heads are zero where they are concatenated, before the
+                    layer's projection, whose bias stays. With talking heads (CaiT) the softmax is
+                    set to zero, before heads are mixed.
+    "mean"          Each query gets the mean output of these heads over the queries of the same
+                    image (or window), or with ``images=`` the mean over these images of the term
+                    that the heads add to the layer's output at each position. The running batch is
+                    never averaged: the result of an image must not depend on others.
+    "uniform"       U: attention is 1 / K to each of the K visible keys. ("mean" over queries is not
+                    uniform: it keeps the keys that stand out in an image.)
+    "convolutional" T: attention is a convolution, exp theta(offset from query to key) / Z_query
+                    with one more number for each class and register token; the one that is nearest
+                    to the mean over ``images=``.
+    "static"        M: attention is replaced by its mean over ``images=``, the same for every image.
+                    A head whose attention does not depend on the image, such as a convolution, does
+                    not change.
+    "salient"       S: the mean over ``images=`` times a factor of each key, M_i(j) g(j) / Z_i, such
+                    that keys receive what they receive in the evaluated image: which keys stand out
+                    for all queries (of a window) depends on the image, and nothing else does.
+    "local"         Keys farther than ``radius`` patches are hidden from each query; class and
+                    register tokens are not.
     "distant"       Keys within ``radius`` patches are hidden from each query.
-    "shuffled"      Attention is that of another image: image i of a batch gets the attention of image o(i) of
-                    ``images=``, where o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In
-                    batches larger than ``images=``, i starts again at 0. Attention is as peaked as before, but for
-                    wrong content.
-    "positional"    Gates are 1: attention is by position only. For GPSA and timm's ConViT (T-CNN Eq. 7).
+    "shuffled"      Attention is that of another image: image i of a batch gets the attention of
+                    image o(i) of ``images=``, where o is a random cycle given by ``seed``, or o(i)
+                    = i if ``seed`` is None. In batches larger than ``images=``, i starts again at
+                    0. Attention is as peaked as before, but for wrong content.
+    "positional"    Gates are 1: attention is by position only. For GPSA and timm's ConViT (T-CNN
+                    Eq. 7).
     "content"       Gates are 0: attention is by content only. For GPSA and timm's ConViT.
-    "replaced"      The term that the heads add to the layer's output is computed by the same heads of the layer of
-                    ``source`` with the same name, from the same input.
-    =============== ==================================================================================================
+    "replaced"      The term that the heads add to the layer's output is computed by the same heads
+                    of the layer of ``source`` with the same name, from the same input.
+    =============== ================================================================================
 
     "uniform", "convolutional", "static" and "salient" form a ladder, whose last rung is the head as it is. Each rung
     knows more of the image than the one before, by the parts of selectivity that a recording has:

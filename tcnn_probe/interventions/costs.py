@@ -51,7 +51,9 @@ def head_costs(
 
     ::
 
-        cost = tcnn_probe.head_costs(model, images, labels, reference=training_images, path="costs.npz")
+        cost = tcnn_probe.head_costs(
+            model, images, labels, reference=training_images, path="costs.npz"
+        )
         print(tcnn_probe.evaluation.mean_interval(cost).sel(mode="static"))
 
     Statistics over ``reference`` are collected once, and what comes before a layer is computed once for all of its

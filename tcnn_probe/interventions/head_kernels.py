@@ -42,7 +42,8 @@ def head_kernels(
 
         vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
         kernels = tcnn_probe.head_kernels(vit, torch.randn(8, 3, 64, 64))
-        kernels.offset_kernel.sel(layer="blocks.0.attn", head=2).plot()  # 7 x 7 offsets of 4 x 4 patches
+        # 7 x 7 offsets of 4 x 4 patches
+        kernels.offset_kernel.sel(layer="blocks.0.attn", head=2).plot()
 
     The convolution T_i(j) = kernel(j - i) / Z_i is nearest to the mean M of a head's attention over the images: it
     minimises the mean over queries of KL(M_i || T_i), and so has M's share of attention at each offset. Unlike

@@ -41,7 +41,8 @@ from tcnn_probe.storage import StoreError, open_recording
 __all__ = ["NoAttentionError", "compare", "file_name", "look"]
 
 _PROBES = (*DEFAULT, "health", "offset-kernel", "redundancy")
-_SECONDS = 20  # between two writings of what was measured so far, which take about a second for a large model
+# Between two writings of what was measured so far, which take about a second for a large model.
+_SECONDS = 20
 _PAGE_MB = 5.0
 # Photographs over which costs are measured, with a backward pass for each of several directions.
 _COSTED = 16

@@ -51,7 +51,8 @@ def attention_grid(
 
         maps = tcnn_probe.open("run.zarr")["maps/9x8x8"].dataset.sel(epoch=5, image=0)
         gate = xr.open_zarr("run.zarr").gate.sel(epoch=5)
-        tcnn_probe.plot.attention_grid(maps.center_attention, query=(4, 4), gate=gate).savefig("maps.png")
+        figure = tcnn_probe.plot.attention_grid(maps.center_attention, query=(4, 4), gate=gate)
+        figure.savefig("maps.png")
 
     Each map has a scale of its own, from 0 to its largest value. NaNs that pad layers of a smaller grid, or stand for
     heads that a layer lacks, are left out.

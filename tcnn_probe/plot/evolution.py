@@ -38,7 +38,8 @@ def evolution(
 
         ds = xr.open_zarr("run.zarr")
         tcnn_probe.plot.evolution(ds.gate)
-        tcnn_probe.plot.evolution(tcnn_probe.open(["seed0.zarr", "seed1.zarr"])["heads"].gate)  # with bands
+        seeds = tcnn_probe.open(["seed0.zarr", "seed1.zarr"])
+        tcnn_probe.plot.evolution(seeds["heads"].gate)  # with bands
 
     Heads are thin lines, means thick ones, with a colour for each layer. Of several runs, lines are means over heads
     and runs, and bands reach from the smallest to the largest mean over heads of a run; single heads are not drawn,

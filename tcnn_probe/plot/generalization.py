@@ -23,7 +23,9 @@ def generalization(
 
     ::
 
-        ds = tcnn_probe.evaluation.robustness(models, clean.loader, corruptions=(), attacks=(), variants=[imagenet_v2])
+        ds = tcnn_probe.evaluation.robustness(
+            models, clean.loader, corruptions=(), attacks=(), variants=[imagenet_v2]
+        )
         tcnn_probe.plot.generalization(ds)
 
     A model below the line fits the first test set, on which choices are often made, better than the other models do.

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     AnyFigure = TypeVar("AnyFigure", bound=Figure | SubFigure, default=Figure)
 
 __all__ = [
-    "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array", "check_pixel", "draw_box",
-    "draw_image", "draw_map", "empty_figure", "finish_grid", "image_array", "label_layers", "legend_above",
-    "legend_below", "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names",
+    "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array",
+    "check_pixel", "draw_box", "draw_image", "draw_map", "empty_figure", "finish_grid",
+    "image_array", "label_layers", "legend_above", "legend_below", "legend_beside",
+    "letters_across", "select_dims", "sequential_colors", "short_names",
     "whole_number_ticks", "wrap_name",
 ]  # fmt: skip
 

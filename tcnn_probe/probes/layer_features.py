@@ -68,7 +68,8 @@ def features(
         probes = [*tcnn_probe.DEFAULT, tcnn_probe.features(["layer3", "layer4"], images=100)]
         with tcnn_probe.record(model, "run.zarr", probes=probes) as recorder:
             ...
-        recorder.tree["features"].feature.sel(layer="layer4", token="mean")  # (epoch, image, channel)
+        features = recorder.tree["features"].feature
+        features.sel(layer="layer4", token="mean")  # (epoch, image, channel)
 
     The group "features" has ``feature`` (epoch, layer, image, token, channel), with NaN beyond a layer's own channels;
     and ``token_cosine`` (epoch, layer), the mean over all images of :func:`tcnn_probe.representation.token_cosine` of

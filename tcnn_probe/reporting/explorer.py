@@ -38,7 +38,8 @@ def explore(
 
     ::
 
-        maps = tcnn_probe.attention_maps(vit, photograph)  # without queries=, so that any pixel can be clicked
+        # Without queries=, so that any pixel can be clicked.
+        maps = tcnn_probe.attention_maps(vit, photograph)
         tcnn_probe.explore(maps)  # at the end of a notebook's cell
         tcnn_probe.explore(maps, "maps.html")  # for a browser
 

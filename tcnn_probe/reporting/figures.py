@@ -23,7 +23,8 @@ from tcnn_probe.plot.style import OKABE_ITO, short_names
 from tcnn_probe.reporting.recordings import Axes
 
 __all__ = [
-    "ABSENT", "BORDER", "DIFFERENCES", "MISSING", "NUMBERS", "OTHER_TYPE", "RUNS", "SAME_TYPE", "TYPES",
+    "ABSENT", "BORDER", "DIFFERENCES", "MISSING", "NUMBERS", "OTHER_TYPE", "RUNS",
+    "SAME_TYPE", "TYPES",
     "axis_title", "curve", "grid", "grid_width",
 ]  # fmt: skip
 

@@ -24,7 +24,8 @@ class Maps:
     shape: tuple[int, ...]
     by: str  # "head" or "class"
     windows: bool  # True if a map is a sheet of windows
-    data: bytes  # largest value of each map (or the number itself) as float32, then the cells as bytes
+    # Largest value of each map (or the number itself) as float32, then the cells as bytes.
+    data: bytes
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,10 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
     if choice.images < choice.total:
         parts.append(f"{choice.images} of {choice.total} images")
     if parts:
-        yield f"maps: this page has those of {' and of '.join(parts)}, because max_mb={max_mb:g}; the recording has all"
+        yield (
+            f"maps: this page has those of {' and of '.join(parts)}, "
+            f"because max_mb={max_mb:g}; the recording has all"
+        )
 
 
 def mapped_seed(run: Run) -> str:

@@ -34,8 +34,10 @@ def report(
     ::
 
         tcnn_probe.report("run.zarr", "report.html")
-        tcnn_probe.report(["a.zarr", "b.zarr"])  # two runs side by side; live, if it ends a cell of a notebook
-        tcnn_probe.report({"long": ["l0.zarr", "l1.zarr"], "short": ["s0.zarr", "s1.zarr"]})  # seeds, with bands
+        # Two runs side by side; live, if it ends a cell of a notebook.
+        tcnn_probe.report(["a.zarr", "b.zarr"])
+        # Seeds, with bands.
+        tcnn_probe.report({"long": ["l0.zarr", "l1.zarr"], "short": ["s0.zarr", "s1.zarr"]})
 
     The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves and maps of the head
     that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table of all heads; missing variables, and the
@@ -70,7 +72,8 @@ def report(
     sources = list(recordings) if isinstance(recordings, list | tuple) else [recordings]
     if not 1 <= len(sources) <= MOST_RUNS:
         raise ValueError(
-            f"expected 1 to {MOST_RUNS} recordings beside each other, got {len(sources)}; seeds of the same training "
+            f"expected 1 to {MOST_RUNS} recordings beside each other, got {len(sources)}; "
+            "seeds of the same training "
             "are a list, report({'a name': [a, b, c]}), or tcnn-probe report --seeds a b c"
         )
     runs = [_read_seeds(source) for source in sources]

@@ -16,7 +16,8 @@ _LEVELS = {1: "model", 2: "layer", 3: "head"}  # by the number of dimensions
 # Variables of heads in the order in which the page shows them, before all others.
 _LEADING = (
     TYPE, "uncertain_type", "selectivity", *PARTS, PREFIX, "attention_distance", "object_attention",
-    "class_object_attention", "cost_zero", "cost_static", "cost_convolutional", "cost_salient", "cost_uniform",
+    "class_object_attention", "cost_zero", "cost_static", "cost_convolutional",
+    "cost_salient", "cost_uniform",
     "sink_images", "sink_value_norm", "output_norm",
 )  # fmt: skip
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -64,7 +64,8 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
         with tcnn_probe.record(model, "run.zarr", probes=[*tcnn_probe.DEFAULT, probe]) as recorder:
             ...
         features = recorder.tree["features"].feature
-        tcnn_probe.representation.layer_drift(features, features.sel(epoch=0)).cka.plot.line(x="epoch")
+        drift = tcnn_probe.representation.layer_drift(features, features.sel(epoch=0))
+        drift.cka.plot.line(x="epoch")
 
     Args:
         features: Features with the dims "image", "token" and "channel", and any others, as the probe ``features``

@@ -160,10 +160,8 @@ def test_table_and_figure_have_the_means() -> None:
     row = next(line for line in singles if "clean" in line).split()
     # This is the one training with a convolutional head.
     first = right.sel(condition="clean")[0]
-    assert (
-        row[1]
-        == f"{float((first.sel(ablation='nothing') - first.sel(ablation='convolutional')).mean()):+.3f}"
-    )
+    lost = first.sel(ablation="nothing") - first.sel(ablation="convolutional")
+    assert row[1] == f"{float(lost.mean()):+.3f}"
     assert row[4] == "+0.000"
     bars, points, static = study.draw(tree).axes
     assert {

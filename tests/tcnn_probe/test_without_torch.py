@@ -37,12 +37,13 @@ warnings.simplefilter("error")
 import matplotlib, numpy as np, xarray as xr
 matplotlib.use("Agg")
 ds = xr.open_zarr(sys.argv[1])
-# Text of fixed width, which matplotlib draws; with room for the longer names of layers that join later.
+# Text of fixed width, which matplotlib draws; with room for longer names that join later.
 assert ds.layer.dtype.kind == "U" and ds.layer.values.tolist() == ["層", "far"]
 mesh = ds.entropy.isel(epoch=-1).plot()
 ticks = [label.get_text() for label in mesh.axes.get_yticklabels()]
 mesh.figure.clear()
-gates = [line.get_ydata()[-1].item() for line in ds.gate.sel(layer="層").dropna("head").plot.line(x="epoch")]
+lines = ds.gate.sel(layer="層").dropna("head").plot.line(x="epoch")
+gates = [line.get_ydata()[-1].item() for line in lines]
 
 import tcnn_probe
 from tcnn_probe import plot
@@ -54,17 +55,31 @@ types = {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in ("conten
 plot.anatomy(ds.isel(epoch=-1))
 plot.evolution(ds.gate)
 rng = np.random.default_rng(0)
-maps = xr.DataArray(rng.random((2, 3, 5, 7)), {"layer": ["a", "b"], "head": range(3)}, ("layer", "head", "y", "x"))
+coords = {"layer": ["a", "b"], "head": range(3)}
+maps = xr.DataArray(rng.random((2, 3, 5, 7)), coords, ("layer", "head", "y", "x"))
 plot.attention_grid(maps)
-plot.saliency_overlay(xr.DataArray(rng.random((2, 5, 7)), dims=("image", "y", "x")), rng.random((2, 3, 10, 14)))
+saliency = xr.DataArray(rng.random((2, 5, 7)), dims=("image", "y", "x"))
+plot.saliency_overlay(saliency, rng.random((2, 3, 10, 14)))
 
 absent -= statistics
-answers = {"correct": (("model", "corruption", "severity", "seed", "image"), rng.random((2, 2, 1, 1, 9)) < 0.7)}
-coords = {"model": ["a", "b"], "corruption": ["fog", "snow"], "severity": [1], "group": ("corruption", ["weather"] * 2)}
-results = xr.Dataset(answers | {"clean_correct": (("model", "image"), rng.random((2, 9)) < 0.8)}, coords)
+dims = "model", "corruption", "severity", "seed", "image"
+answers = {
+    "correct": (dims, rng.random((2, 2, 1, 1, 9)) < 0.7),
+    "clean_correct": (("model", "image"), rng.random((2, 9)) < 0.8),
+}
+coords = {
+    "model": ["a", "b"],
+    "corruption": ["fog", "snow"],
+    "severity": [1],
+    "group": ("corruption", ["weather"] * 2),
+}
+results = xr.Dataset(answers, coords)
 plot.robustness(results, baseline="a")
 improvement(results, "a")
-accuracies = {"accuracy": results.correct.mean("image"), "clean_accuracy": results.clean_correct.mean("image")}
+accuracies = {
+    "accuracy": results.correct.mean("image"),
+    "clean_accuracy": results.clean_correct.mean("image"),
+}
 mean_corruption_error(results.assign(accuracies), "a")
 absent |= statistics
 
@@ -97,7 +112,8 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 8, 8)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 24, batch_first=True) for _ in range(2))
+        layers = (nn.TransformerEncoderLayer(12, 3, 24, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(12, 5)
 
     def forward(self, x):

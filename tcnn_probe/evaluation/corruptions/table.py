@@ -58,17 +58,27 @@ def _corruption(
 _ALL = (
     _corruption(noise.gaussian_noise, "the noise", deviation=(0.08, 0.12, 0.18, 0.26, 0.38)),
     _corruption(noise.shot_noise, "the counts", photons=(60, 25, 12, 5, 3)),
-    _corruption(noise.impulse_noise, "the values that are set, and to what", amount=(0.03, 0.06, 0.09, 0.17, 0.27)),
+    _corruption(
+        noise.impulse_noise, "the values that are set, and to what",
+        amount=(0.03, 0.06, 0.09, 0.17, 0.27),
+    ),
     _corruption(blur.defocus_blur, radius=(3, 4, 6, 8, 10), smoothing=(0.1, 0.5, 0.5, 0.5, 0.5)),
     _corruption(
         blur.glass_blur, "the displacements",
         deviation=(0.7, 0.9, 1, 1.1, 1.5), reach=(1, 2, 2, 3, 4), rounds=(2, 1, 3, 2, 2),
     ),
-    _corruption(blur.motion_blur, "the direction", radius=(10, 15, 15, 15, 20), deviation=(3, 5, 8, 12, 15)),
-    _corruption(blur.zoom_blur, until=(1.11, 1.16, 1.21, 1.26, 1.31), step=(0.01, 0.01, 0.02, 0.02, 0.03)),
+    _corruption(
+        blur.motion_blur, "the direction",
+        radius=(10, 15, 15, 15, 20), deviation=(3, 5, 8, 12, 15),
+    ),
+    _corruption(
+        blur.zoom_blur,
+        until=(1.11, 1.16, 1.21, 1.26, 1.31), step=(0.01, 0.01, 0.02, 0.02, 0.03),
+    ),
     _corruption(
         weather.snow, "the flakes and their direction",
-        mean=(0.1, 0.2, 0.55, 0.55, 0.55), deviation=(0.3, 0.3, 0.3, 0.3, 0.3), size=(3, 2, 4, 4.5, 2.5),
+        mean=(0.1, 0.2, 0.55, 0.55, 0.55), deviation=(0.3, 0.3, 0.3, 0.3, 0.3),
+        size=(3, 2, 4, 4.5, 2.5),
         threshold=(0.5, 0.5, 0.9, 0.85, 0.85), radius=(10, 12, 12, 12, 12), streak=(4, 4, 8, 8, 12),
         kept=(0.8, 0.7, 0.7, 0.65, 0.55),
     ),
@@ -76,7 +86,10 @@ _ALL = (
         weather.frost, "the picture and the crop",
         kept=(1, 0.8, 0.7, 0.65, 0.6), added=(0.4, 0.6, 0.7, 0.7, 0.75),
     ),
-    _corruption(weather.fog, "the fractal", added=(1.5, 2, 2.5, 2.5, 3), decay=(2, 2, 1.7, 1.5, 1.4)),
+    _corruption(
+        weather.fog, "the fractal",
+        added=(1.5, 2, 2.5, 2.5, 3), decay=(2, 2, 1.7, 1.5, 1.4),
+    ),
     _corruption(weather.brightness, added=(0.1, 0.2, 0.3, 0.4, 0.5)),
     _corruption(digital.contrast, kept=(0.4, 0.3, 0.2, 0.1, 0.05)),
     _corruption(

@@ -145,7 +145,8 @@ def test_a_model_that_does_not_run_on_images_is_refused() -> None:
     )
     _refused(
         model,
-        r"could not run Sequential on an image of 5 x 224 x 224: pass the input_size=\(C, H, W\).*RuntimeError: ",
+        r"could not run Sequential on an image of 5 x 224 x 224: "
+        r"pass the input_size=\(C, H, W\).*RuntimeError: ",
     )
 
 

@@ -21,7 +21,8 @@ from tcnn_model.training.sources import open_sources
 from tests.tcnn_model.training.runs import assert_same_weights, config, finish
 
 GRAFIT: dict[str, Any] = {
-    "objective": "grafit", "data": "parity", "ema": 0.9, "repeated_augmentation": 2, "embedding_dim": 8,
+    "objective": "grafit", "data": "parity", "ema": 0.9, "repeated_augmentation": 2,
+    "embedding_dim": 8,
 }  # fmt: skip
 
 

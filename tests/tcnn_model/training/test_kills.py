@@ -371,7 +371,10 @@ def test_lost_best_weights_are_restored_or_reported(
     state["history"][2]["top1"] = 0.125
     torch.save(state, path)
     (tmp_path / "checkpoints" / "epoch-0001.pt").unlink()
-    lost = r"best\.pt is damaged or missing, and the checkpoint of epoch 1 is not kept: .* 0\.5000, are lost"
+    lost = (
+        r"best\.pt is damaged or missing, "
+        r"and the checkpoint of epoch 1 is not kept: .* 0\.5000, are lost"
+    )
     with pytest.warns(RuntimeWarning, match=lost):
         finish(settings, resume=True)
     assert "best in epoch 1: 0.5000\nits weights: lost; all" in capsys.readouterr().err

@@ -77,7 +77,8 @@ def _file(root: Path) -> Path:
         ),
         (
             _others,
-            r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]",
+            r"different classes, 2 and 2: "
+            r"only in training \['dog'\], only in validation \['horse'\]",
         ),
         (
             _empty,
@@ -241,7 +242,8 @@ def test_unreadable_images_are_named_and_skipped(
         pytest.warns(RuntimeWarning, match="skipped"),
         pytest.raises(
             OSError,
-            match=r"1 images cannot be read, the last one .*\.png: more than the share of 0 that .*Error",
+            match=r"1 images cannot be read, the last one .*\.png: "
+            r"more than the share of 0 that .*Error",
         ),
     ):
         finish(config(tmp_path / "strict", **settings))

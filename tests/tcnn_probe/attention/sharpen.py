@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 _QUERIES_AND_KEYS = re.compile(
-    r"(^|\.)(q|k|kv|qk|qkv|qkvs|q_proj|k_proj|query|key|to_q|to_k|in_proj_weight|in_proj|attn\.attn|pwise)(\.|$)"
+    r"(^|\.)(q|k|kv|qk|qkv|qkvs|q_proj|k_proj|query|key|to_q|to_k"
+    r"|in_proj_weight|in_proj|attn\.attn|pwise)(\.|$)"
 )
 
 

@@ -248,7 +248,8 @@ def test_declared_prefix_tokens(count: int) -> None:
 def test_reasons_for_missing_statistics() -> None:
     with pytest.warns(
         RuntimeWarning,
-        match=r"no maps of among: 9 keys: no grid found; if they are patches of the image, give grid=\(rows, columns\)",
+        match=r"no maps of among: 9 keys: no grid found; "
+        r"if they are patches of the image, give grid=\(rows, columns\)",
     ):
         recorder = recorded(Seeing(latents, extra_tokens=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]

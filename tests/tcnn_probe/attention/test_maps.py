@@ -192,7 +192,8 @@ def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # 
     return neighbours(grid, window, cell)
 
 
-def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # torchvision's and transformers' Swin
+# As in torchvision's and transformers' Swin.
+def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]
     # The grid is padded to whole windows before it is rolled.
     padded = [-(-n // side) * side for n, side in zip(grid, window, strict=True)]
 
@@ -300,7 +301,9 @@ SAMVIT = small(
 BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
 NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
 OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
-CASES = {  # model, size of images, module that cuts windows, its attention, and the cells of each window's tokens
+# Model, size of images, module that cuts windows, its attention, and the cells of each window's
+# tokens.
+CASES = {
     "swin": (
         TIMM_SWIN,
         (28, 40),

@@ -229,20 +229,29 @@ SWIN: dict[str, Any] = {
     "embed_dim": 16,
     "num_heads": (1, 2),
 }
-TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, size of images, its layer, and maps of its tokens
+# Model, size of images, its layer, and maps of its tokens.
+TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {
     "class token": (
         # The patches of the last block do not reach the class token any more, so the layer is the block before.
         lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
         lambda x: x[:, 1:].unflatten(1, (3, 5)),
     ),
     "mean of patches": (
-        lambda: transformer("vit_small_patch16_224", class_token=False, global_pool="avg"), (24, 40), "blocks",
+        lambda: transformer("vit_small_patch16_224", class_token=False, global_pool="avg"),
+        (24, 40), "blocks",
         lambda x: x.unflatten(1, (3, 5)),
     ),
-    "cait": (lambda: transformer("cait_xxs24_224"), (24, 40), "blocks", lambda x: x.unflatten(1, (3, 5))),
-    "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), (56, 84), "layers", lambda x: x),
+    "cait": (
+        lambda: transformer("cait_xxs24_224"), (24, 40), "blocks",
+        lambda x: x.unflatten(1, (3, 5)),
+    ),
+    "swin": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), (56, 84), "layers",
+        lambda x: x,
+    ),
     "mixer": (
-        lambda: timm.models.mlp_mixer.MlpMixer(5, 64, num_blocks=1, embed_dim=8), (64, 64), "blocks",
+        lambda: timm.models.mlp_mixer.MlpMixer(5, 64, num_blocks=1, embed_dim=8), (64, 64),
+        "blocks",
         lambda x: x.unflatten(1, (4, 4)),
     ),
 }  # fmt: skip

@@ -220,7 +220,8 @@ def test_equivariance_is_in_float64(dtype: str) -> None:
 def test_bad_shapes_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"\(heads, 35, 34\), a row for each query and a column for each key, got \(1, 35, 35\)",
+        match=r"\(heads, 35, 34\), a row for each query and a column for each key, "
+        r"got \(1, 35, 35\)",
     ):
         translation_equivariance(np.ones((1, H * W, H * W)), PLACES, PLACES[1:])
     with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):

@@ -166,7 +166,8 @@ from IPython.utils.capture import capture_output
 shell = InteractiveShell.instance()
 with open(sys.argv[1], "rb") as file:
     shell.user_ns["maps"] = pickle.load(file)
-shell.run_cell("import matplotlib.pyplot as plt; import tcnn_probe; gate = tcnn_probe.load_example()['heads'].gate")
+shell.run_cell("import matplotlib.pyplot as plt; import tcnn_probe")
+shell.run_cell("gate = tcnn_probe.load_example()['heads'].gate")
 for cell in sys.argv[2:]:
     with capture_output() as captured:
         shell.run_cell(cell)

@@ -37,7 +37,8 @@ FEWER_HEADS = LAYERS | {FORMULA: 4}
 
 
 EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
-    node => [node, ...node.shadowRoot ? all(node.shadowRoot, "*") : []]).filter(node => node.matches(kind)))"""
+    node => [node, ...node.shadowRoot ? all(node.shadowRoot, "*") : []]
+    ).filter(node => node.matches(kind)))"""
 """JavaScript: the elements of a kind, those of Bokeh's shadow trees as well."""
 
 
@@ -73,12 +74,14 @@ def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
     until(driver, "Bokeh.index.roots.every(view => view.has_finished())")
     return tuple(
         driver.execute_script(
-            """const view = Bokeh.index.roots.find(view => view.model.name === `grid ${arguments[0]}`)
+            """const view = Bokeh.index.roots.find(
+                view => view.model.name === `grid ${arguments[0]}`)
             view.el.scrollIntoView({block: "center"})
             const {left, top} = view.el.getBoundingClientRect(), frame = view.frame.bbox
             const {x_range, y_range} = view.model
             return [left + frame.left + frame.width * (arguments[2] + 0.5) / x_range.end.toFixed(),
-                    top + frame.top + frame.height * (arguments[1] + 0.5) / y_range.start.toFixed()]""",
+                    top + frame.top
+                        + frame.height * (arguments[1] + 0.5) / y_range.start.toFixed()]""",
             grid, row, column,
         )
     )  # fmt: skip
@@ -286,7 +289,8 @@ def test_charts_have_labels_and_names(browser: Any) -> None:
     assert "entropy by epoch, blocks.11, head 3; Net (A): " in entropy
     unnamed = browser.execute_script(
         f"""return {EVERYWHERE}(document, "[tabindex='0'], button, select, input").filter(node =>
-            !node.textContent.trim() && !node.ariaLabel && !node.labels?.length && node.offsetParent).length"""
+            !node.textContent.trim() && !node.ariaLabel && !node.labels?.length
+            && node.offsetParent).length"""
     )
     assert unnamed == 0
 
@@ -316,9 +320,11 @@ def emulate(driver: Any, scheme: str) -> None:
 
 
 def test_a_dark_page_has_light_lines(browser: Any) -> None:
-    script = """const [plot] = Bokeh.documents[0].roots().filter(root => root.name === "curve entropy")
+    script = """const roots = Bokeh.documents[0].roots()
+        const [plot] = roots.filter(root => root.name === "curve entropy")
         const styles = getComputedStyle(document.body)
-        return [styles.backgroundColor, styles.color, ...plot.renderers.filter(line => line.name === "run 0")
+        const lines = plot.renderers.filter(line => line.name === "run 0")
+        return [styles.backgroundColor, styles.color, ...lines
             .map(line => line.glyph.line_color.value)]"""
 
     def lightness(color: str) -> float:

@@ -67,9 +67,10 @@ def network() -> xr.DataTree:
     ds["head_cosine"] = (*dims, "other_head"), cosine
     ds.attrs = {"layers": json.dumps({layer: {"heads": HEADS} for layer in LAYERS})}
     attrs = {
-        "along": "epoch", "finished": 1, "photographs": ["a.jpg", "b.jpg"], "photographs_chosen": "2 photographs",
-        "photographs_unreadable": json.dumps({"c.jpg": "it is no picture"}), "unsupported": "{}", "missing": "{}",
-        "objects": "the masks",
+        "along": "epoch", "finished": 1, "photographs": ["a.jpg", "b.jpg"],
+        "photographs_chosen": "2 photographs",
+        "photographs_unreadable": json.dumps({"c.jpg": "it is no picture"}),
+        "unsupported": "{}", "missing": "{}", "objects": "the masks",
     }  # fmt: skip
     objects = xr.Dataset(
         {"object_attention": xr.full_like(ds.entropy, 0.25)}, ds.coords
@@ -181,11 +182,17 @@ def test_strips_show_the_head_among_all_heads(browser: Any) -> None:
         "document.querySelectorAll('#heads tbody button')[0].click()"
     )
     pixels = browser.execute_script(
-        """const canvas = document.getElementById("plot attention_distance"), {width, height} = canvas
+        """const canvas = document.getElementById("plot attention_distance")
+        const {width, height} = canvas
         const {data} = canvas.getContext("2d").getImageData(0, 0, width, height)
-        const columns = colour => [...Array(width).keys()].filter(x => [...Array(height).keys()].some(y =>
+        const columns = colour => [...Array(width).keys()].filter(
+            x => [...Array(height).keys()].some(y =>
             colour(...data.slice(4 * (y * width + x), 4 * (y * width + x) + 4))))
-        return [width, columns((r, g, b, a) => a > 200 && r > 180 && b < 40), columns((r, g, b, a) => a > 0)]"""
+        return [
+            width,
+            columns((r, g, b, a) => a > 200 && r > 180 && b < 40),
+            columns((r, g, b, a) => a > 0)
+        ]"""
     )
     width, own, drawn = pixels
     low, high = 0.75, 5.0

@@ -10,7 +10,9 @@ import pytest
 import xarray as xr
 
 from tcnn_probe.schema import Group, Variable
-from tcnn_probe.storage import EpochStore, StoreError, open, open_recording  # noqa: A004 (the public name)
+
+# open is the public name.
+from tcnn_probe.storage import EpochStore, StoreError, open, open_recording  # noqa: A004
 from tests.extras import need
 
 MAPS = "maps/3x2x5"
