@@ -179,33 +179,6 @@ def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
 
 
-@pytest.mark.filterwarnings("ignore:the images")
-def test_the_store_grows_by_the_documented_size(tmp_path: Path) -> None:
-    """A store of random features, which hardly compress, exceeds their size by at most a few kilobytes."""
-    model = nn.Sequential(nn.Conv2d(3, 97, 1)).eval()
-    sizes = []
-    for epoch in range(2):
-        # Marks share a chunk, in which the same features would be compressed to nothing.
-        x = torch.randn(101, 3, 3, 5)
-        with tcnn_probe.record(
-            model, tmp_path / "run.zarr", probes=tcnn_probe.features("0", 89)
-        ) as recorder:
-            with torch.no_grad():
-                model(x)
-            recorder.mark(epoch=epoch)
-        sizes.append(
-            sum(
-                path.stat().st_size
-                for path in (tmp_path / "run.zarr").rglob("*")
-                if path.is_file()
-            )
-        )
-    # Features take two bytes for each of 97 channels of 89 images.
-    said = 89 * 97 * 2
-    # Random float16 numbers shrink a little, as their exponents repeat.
-    assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
-
-
 def test_accepted_forms_of_layers_and_images(tmp_path: Path) -> None:
     """Layers may be names, globs or RegNet's stages, and images may be NumPy integers."""
     model = nn.Sequential()
