@@ -85,6 +85,19 @@ class Family:
         )
 
 
+def layouts_of(model: nn.Module, *inputs: Any) -> list[Any]:
+    """Return the layouts of the attentions of a forward, in their order."""
+    shown = []
+    with (
+        tcnn_probe.attention_stream(
+            model, lambda attention: shown.append(attention.layout)
+        ),
+        torch.no_grad(),
+    ):
+        model(*inputs)
+    return shown
+
+
 def same(tokens: list[Place], **options: Any) -> Layout:
     """Return a layout in which every token attends to every token."""
     return Layout(tokens, tokens, class_query=tokens[0] is None, **options)

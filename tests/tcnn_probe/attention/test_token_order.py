@@ -20,6 +20,7 @@ from tcnn_probe.attention.carried_numbers import CarriedNumbers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 from tests.extras import need
+from tests.tcnn_probe.attention.checking import layouts_of
 
 # The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a pixel apart.
 ROWS, COLUMNS, PATCH = 5, 7, 4
@@ -360,13 +361,7 @@ class Prompted(nn.Module):
 
 
 def test_as_many_prompts_as_cells() -> None:
-    layouts_of_layers = []
-    model = Prompted()
-    with tcnn_probe.attention_stream(
-        model, lambda attention: layouts_of_layers.append(attention.layout)
-    ):
-        model(torch.randn(IMAGES), torch.rand(IMAGES[0], 4, 2))
-    (layout,) = layouts_of_layers
+    (layout,) = layouts_of(Prompted(), torch.randn(IMAGES), torch.rand(IMAGES[0], 4, 2))
     assert layout.queries is None
     assert layout.keys is None
     assert "some of the tokens come from parameters" in layout.reason

@@ -20,6 +20,7 @@ from tests.tcnn_probe.attention.bruteforce import (
     grid,
     mask_of,
 )
+from tests.tcnn_probe.attention.checking import layouts_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.probes.test_segment_attention import SEGMENTS, brute_force
@@ -291,13 +292,7 @@ def test_keys_are_followed_through_an_empty_cache() -> None:
     for cached in (False, True):
         for block in model.blocks:
             block.cached = cached
-        with (
-            tcnn_probe.attention_stream(
-                model, lambda attention: shown.append(attention.layout)
-            ),
-            torch.no_grad(),
-        ):
-            model(IDS, IMAGES)
+        shown += layouts_of(model, IDS, IMAGES)
     assert [layout.words for layout in shown] == [7] * 4
     assert shown[:2] == shown[2:]
 
@@ -306,15 +301,8 @@ def test_keys_are_followed_through_an_empty_cache() -> None:
 def test_words_that_could_be_patches_have_no_grid(inside: int | None) -> None:
     """Patches are packed, and there are as many vectors of words: nothing distinguishes them."""
     model = Joint(("text", "patch"), inside)
-    layouts = []
-    with (
-        tcnn_probe.attention_stream(
-            model, lambda attention: layouts.append(attention.layout)
-        ),
-        torch.no_grad(),
-    ):
-        # Both inputs are vectors, so that there are no pixels to follow.
-        model(PATCHES.flip(0), PATCHES, None, POSITIONS)
+    # Both inputs are vectors, so that there are no pixels to follow.
+    layouts = layouts_of(model, PATCHES.flip(0), PATCHES, None, POSITIONS)
     assert [layout.keys for layout in layouts] == [None, None]
 
 
@@ -334,11 +322,7 @@ def test_masks_of_words_are_not_grids() -> None:
                 *[x.unflatten(-1, (HEADS, -1)).transpose(1, 2)] * 3, attn_mask=mask
             )
 
-    layouts = []
-    with tcnn_probe.attention_stream(
-        Text(), lambda attention: layouts.append(attention.layout)
-    ) as stream:
-        stream._model(IDS, torch.ones(2, 7))
+    layouts = layouts_of(Text(), IDS, torch.ones(2, 7))
     assert [layout.keys for layout in layouts] == [None]
 
 
@@ -357,15 +341,7 @@ def test_a_mask_is_not_a_feature_map() -> None:
             keys = torch.from_numpy(tokens.numpy()[:, :9])
             return F.scaled_dot_product_attention(tokens, keys, keys)
 
-    model = Decoder()
-    layouts = []
-    with (
-        tcnn_probe.attention_stream(
-            model, lambda attention: layouts.append(attention.layout)
-        ),
-        torch.no_grad(),
-    ):
-        model(torch.randn(2, 3, 64, 64))
+    layouts = layouts_of(Decoder(), torch.randn(2, 3, 64, 64))
     assert [layout.keys for layout in layouts] == [None]
 
 
