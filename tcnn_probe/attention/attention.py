@@ -217,11 +217,6 @@ class Attention(ABC):
         return self.layout.cut
 
     @property
-    def query_cut(self) -> Windows | None:
-        """Positions of the queries' windows, see :class:`Layout`."""
-        return self.layout.query_cut
-
-    @property
     def order(self) -> tuple[Tensor, Tensor] | None:
         """Indices of the model's queries and keys in the order of this attention, see :class:`Layout`."""
         return self.layout.order
@@ -269,8 +264,7 @@ class Attention(ABC):
     def cells(self) -> tuple[int, int] | None:
         """Rows and columns of the finer of the grids of queries and keys in the whole image; None if unknown."""
         if self.cut is not None:
-            cuts = (self.cut, self.query_cut or self.cut)
-            return max(cut.grid for cut in cuts)
+            return self.cut.grid
         if self.windows > 1:
             return None
         tokens = (self.layout.queries, self.layout.keys)

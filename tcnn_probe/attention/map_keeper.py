@@ -240,10 +240,9 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             None,
             f"where its {attention.windows} windows lie in the image is unknown",
         )
-    asking = attention.query_cut
-    # Pooled queries have another grid than the keys, which is not known for all layers.
-    has_queries = asking is not None and attention.queries == asking.cells().shape[1]
-    return cut.grid, asking.grid if asking and has_queries else None, layout.reason
+    # Pooled queries have another grid than the keys, which is not known.
+    has_queries = attention.queries == attention.keys
+    return cut.grid, cut.grid if has_queries else None, layout.reason
 
 
 def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
@@ -284,13 +283,12 @@ def _maps_in_windows(
 ) -> Tensor:
     """Return attention of some cells of the image's grid to all its cells: (B, heads, queries, rows, columns)."""
     assert attention.cut is not None
-    assert attention.query_cut is not None
-    cells, asking = attention.cut.cells(), attention.query_cut.cells()
+    cells = attention.cut.cells()
     rows, columns = attention.cut.grid
-    is_real, is_asking = cells >= 0, asking >= 0
+    is_real = cells >= 0
     # For each cell, this is its index among the queries of all windows.
-    place = torch.empty(int(is_asking.sum()), dtype=torch.long)
-    place[asking[is_asking]] = torch.arange(asking.numel()).view_as(asking)[is_asking]
+    place = torch.empty(int(is_real.sum()), dtype=torch.long)
+    place[cells[is_real]] = torch.arange(cells.numel()).view_as(cells)[is_real]
     tokens = place[list(queries)]
     window, token = tokens // attention.queries, tokens % attention.queries
     # Index tensors that are not adjacent move their axis to the front: (queries, B, heads, tokens).
