@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # The table lists the parts of tcnn_probe that each part may import, in an order of imported before importing parts.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
+    "free_memory": set(),
     "extras": set(),
     "representation": {"extras"},
     "hooks": set(),
@@ -25,6 +26,7 @@ PARTS: dict[str, set[str]] = {
     "architectures": set(),
     "attention": {
         "architectures",
+        "free_memory",
         "hooks",
         "images",
         "models",

@@ -46,6 +46,8 @@ def facts(record: LayerRecord) -> Iterable[str]:
             yield f"no grid: {reason}"
     if record.own_grids:
         yield "grid: its own"
+    if record.mask_units:
+        yield "grid: that of its mask units"
     if record.strided:
         yield "grid: pooled by strides"
     if record.spread_evenly is not None:

@@ -1,4 +1,4 @@
-"""Tokens on a grid, and windows that a layer cuts from the grid of an image."""
+"""Tokens on a grid, windows that a layer cuts from the grid of an image, and units by which it orders tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Tokens", "Windows", "pair"]
+__all__ = ["MaskUnits", "Tokens", "Windows", "pair"]
 
 
 def pair(values: int | Sequence[int]) -> tuple[int, int]:
@@ -147,3 +147,27 @@ class Windows:
                 .permute(0, 2, 1, 3)
             )
         return cut.flatten(2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class MaskUnits:
+    """Order of an image's tokens in Hiera: by their place within each pooling, and then by mask unit.
+
+    Args:
+        grid: Rows and columns of the image's grid.
+        strides: Rows and columns that each of the remaining poolings combines.
+    """
+
+    grid: tuple[int, int]
+    strides: Sequence[Sequence[int]]
+
+    def cells(self, windows: int) -> Tensor:
+        """Return the row-major cell of each token of each unit, shape (windows, tokens)."""
+        rows, columns = self.grid
+        cells = torch.arange(rows * columns).view(1, rows, columns)
+        for high, wide in self.strides:
+            pooled = cells.unflatten(1, (-1, high)).unflatten(3, (-1, wide))
+            # (parts, Y, high, X, wide): the places of a pool come first.
+            cells = pooled.permute(0, 2, 4, 1, 3).flatten(0, 2)
+        # Places in the unit come first, and units last.
+        return cells.reshape(-1, windows).T

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tcnn_probe.architectures.grids import Tokens, Windows
+from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows
 
 __all__ = ["HeadParameters", "LayerRecord", "ResidualBranch"]
 
@@ -64,6 +64,7 @@ class LayerRecord:
             their cell, like those of strided 3 x 3 convolutions.
         spread_evenly: Whether the tokens of each window (True), or only those of whole images (False), are spread
             evenly over the image, in layers for which no feature map shows the grid.
+        mask_units: Function of the model that returns the order of its tokens for each number of tokens.
         windows: Function of the layer and its inputs that returns the windows into which it cuts its input.
         branches: Residual branches of the block. Used only while ``forward`` is that of the recorded class.
         head_parameters: Parameters of single heads. Used only while ``forward`` is that of the recorded class.
@@ -78,6 +79,7 @@ class LayerRecord:
     latent_queries: str | None = None
     strided: Callable[[Any], bool] | None = None
     spread_evenly: bool | None = None
+    mask_units: Callable[[Any], Sequence[MaskUnits]] | None = None
     windows: Callable[[Any, Sequence[Any]], Windows] | None = None
     branches: Sequence[ResidualBranch] | None = None
     head_parameters: HeadParameters | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
-from tcnn_probe.architectures.grids import Tokens, Windows, pair
+from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows, pair
 from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
 
 __all__ = ["TIMM_LAYERS"]
@@ -110,6 +110,11 @@ def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(grid, pair(block.window_size) if block.window_size else grid)
 
 
+def _hiera(model: Any) -> Sequence[MaskUnits]:
+    schedules = model.reroll.schedule.values()
+    return [MaskUnits(tuple(size), strides) for strides, size in schedules]
+
+
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
     # The second input is the grid, which the shape of the tokens, (B, N, C), does not show.
     return Windows(pair(inputs[1]), pair(layer.ws))
@@ -206,7 +211,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "timm.models.hiera.MaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by the image's rows",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and the positions of the units are unknown",
     ),
     # The downsampling takes every second row and column of the queries by slicing.
     "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),
@@ -301,6 +306,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
             "linear_tokens", "mlp_channels", "ls1", "ls2", axis=1
         )
     ),
+    "timm.models.hiera.Hiera": LayerRecord(mask_units=_hiera),
     "timm.models.hieradet_sam2.MultiScaleBlock": LayerRecord(windows=_sam2),
     # The block itself cuts its map into windows of every n-th pixel.
     "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tcnn_probe.architectures.grids import Windows, pair
+from tcnn_probe.architectures.grids import MaskUnits, Windows, pair
 from tcnn_probe.architectures.record import LayerRecord
 
 __all__ = ["TRANSFORMERS_LAYERS"]
@@ -37,11 +37,19 @@ def _unshifted(block: Any, size: Sequence[int]) -> Windows:
     return Windows(grid, pair(block.window_size) if block.window_size else grid)
 
 
+def _hiera(encoder: Any) -> Sequence[MaskUnits]:
+    schedules = encoder.schedule.values()
+    return [MaskUnits(tuple(size), strides) for strides, size in schedules]
+
+
 TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
+    "transformers.models.hiera.modeling_hiera.HieraEncoder": LayerRecord(
+        mask_units=_hiera
+    ),
     # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by the image's rows",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and the positions of the units are unknown",
     ),
     # These blocks cut the windows, so their attention sees single windows only.
     "transformers.models.donut.modeling_donut_swin.DonutSwinLayer": LayerRecord(

@@ -217,6 +217,11 @@ class Attention(ABC):
         return self.layout.cut
 
     @property
+    def query_cut(self) -> Windows | None:
+        """Positions of the queries' windows, see :class:`Layout`."""
+        return self.layout.query_cut
+
+    @property
     def order(self) -> tuple[Tensor, Tensor] | None:
         """Indices of the model's queries and keys in the order of this attention, see :class:`Layout`."""
         return self.layout.order
@@ -264,7 +269,8 @@ class Attention(ABC):
     def cells(self) -> tuple[int, int] | None:
         """Rows and columns of the finer of the grids of queries and keys in the whole image; None if unknown."""
         if self.cut is not None:
-            return self.cut.grid
+            cuts = (self.cut, self.query_cut or self.cut)
+            return max(cut.grid for cut in cuts)
         if self.windows > 1:
             return None
         tokens = (self.layout.queries, self.layout.keys)

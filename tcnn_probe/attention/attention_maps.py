@@ -19,6 +19,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
+from tcnn_probe.free_memory import available_bytes
 from tcnn_probe.images import as_images, beside_images, calls_given, channel_axis
 from tcnn_probe.models import (
     batches,
@@ -119,8 +120,8 @@ def attention_maps(
             talking heads of CaiT). Their rows need not sum to one, and weights may be negative. Other layers are not
             affected.
         batch_size: Number of images at a time.
-        max_bytes: Largest size of the result; a larger result raises an error. At its peak, the memory is 1.2 times
-            the result.
+        max_bytes: Largest size of the result; a larger result raises an error, and so does one that the machine cannot
+            hold: at its peak, the memory is 1.2 times the result.
         progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
@@ -139,7 +140,7 @@ def attention_maps(
 
     Raises:
         ValueError: No layer has attention on a known grid; queries lie outside the images; the result takes more than
-            ``max_bytes``; with ``mixed``, no layer mixes its heads.
+            ``max_bytes``, or more than the machine has; with ``mixed``, no layer mixes its heads.
         TypeError: ``model`` is not a module, ``images`` are not images, or a head is not an integer.
     """
     check_model(model)
@@ -177,6 +178,7 @@ def attention_maps(
     maps_by_batch: list[dict[str, LayerMaps]] = []
     missing: dict[str, str] = {}
     bar = progress_bar(len(images), "attention maps", progress)
+    room = available_bytes()
     with untouched(model), torch.no_grad(), calls_given(model, inputs), bar:
         for which, batch in batches(model, images, batch_size):
             # The listener gets the number of batches, so that a result that is too large is refused in the first one.
@@ -185,6 +187,7 @@ def attention_maps(
                 images=len(batch),
                 copies=-(-len(images) // len(batch)),
                 max_bytes=max_bytes,
+                room=room,
             )
             # Receptive fields are computed in the same forward, so that the pixels of cells are right for any stem.
             stream = AttentionStream(

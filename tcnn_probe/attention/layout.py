@@ -56,6 +56,7 @@ class Layout:
             tokens, one for each class.
         words: Number of words, which are the last ones of the tokens before the grid of keys.
         cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
+        query_cut: Positions of the queries' windows, which may lie on another grid than the keys.
         order: Indices of the model's queries and keys in the order of this layout, shapes (N_query,) and (N_key,); None
             if this is the model's own order.
         class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
@@ -69,6 +70,7 @@ class Layout:
     advice: str = ""
     words: int = 0
     cut: Windows | None = None
+    query_cut: Windows | None = None
     order: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     class_token: bool = field(default=True, compare=False)
     distillation_token: bool = field(default=False, compare=False)

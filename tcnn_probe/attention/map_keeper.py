@@ -27,6 +27,12 @@ Indices = range | list[int]
 # Number of queries whose weights are computed at once if all are kept, so that unselected heads take little memory.
 _QUERIES_AT_ONCE = 64
 
+# Largest memory in use at a time, relative to that of the result.
+_PEAK = 1.2
+_SMALLER = (
+    "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images"
+)
+
 
 @dataclass(frozen=True)
 class MapSelection:
@@ -117,6 +123,7 @@ class MapKeeper(AttentionListener):
         images: Number of images of the forward.
         copies: Number of forwards over all batches.
         max_bytes: Largest size of the maps of all these forwards.
+        room: Number of bytes that the machine has free; None if it is unknown.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class MapKeeper(AttentionListener):
         images: int,
         copies: int,
         max_bytes: int,
+        room: float | None = None,
     ) -> None:
         self.maps: list[LayerMaps] = []
         self.missing: dict[str, str] = {}
@@ -133,6 +141,7 @@ class MapKeeper(AttentionListener):
         self._images = images
         self._copies = copies
         self._max_bytes = max_bytes
+        self._room = math.inf if room is None else room / _PEAK
         self._shown: list[LayerMaps] = []
         self._bytes = 0
 
@@ -141,7 +150,12 @@ class MapKeeper(AttentionListener):
         if self._bytes > self._max_bytes:
             raise ValueError(
                 f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got {self._bytes / 1e9:.2f} GB: "
-                "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images, or a larger max_bytes"
+                f"{_SMALLER}, or a larger max_bytes"
+            )
+        if self._bytes > self._room:
+            raise ValueError(
+                f"expected maps that fit into the {self._room * _PEAK / 1e9:.2f} GB of memory that are free, got "
+                f"{self._bytes / 1e9:.2f} GB, for which {_PEAK} times as much is needed: {_SMALLER}"
             )
 
     def attends(self, attention: Attention) -> None:
@@ -163,7 +177,7 @@ class MapKeeper(AttentionListener):
         count = self._copies * attention.images * per_image
         # Counting continues beyond the limit, so that the error can give the total size.
         self._bytes += attention.dtype.itemsize * count
-        if self._bytes > self._max_bytes:
+        if self._bytes > min(self._max_bytes, self._room):
             return
         arrays = {}
         # The model may sort its images.
@@ -240,9 +254,10 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             None,
             f"where its {attention.windows} windows lie in the image is unknown",
         )
-    # Pooled queries have another grid than the keys, which is not known.
-    has_queries = attention.queries == attention.keys
-    return cut.grid, cut.grid if has_queries else None, layout.reason
+    asking = attention.query_cut
+    # Pooled queries have another grid than the keys, which is not known for all layers.
+    has_queries = asking is not None and attention.queries == asking.cells().shape[1]
+    return cut.grid, asking.grid if asking and has_queries else None, layout.reason
 
 
 def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
@@ -283,12 +298,13 @@ def _maps_in_windows(
 ) -> Tensor:
     """Return attention of some cells of the image's grid to all its cells: (B, heads, queries, rows, columns)."""
     assert attention.cut is not None
-    cells = attention.cut.cells()
+    assert attention.query_cut is not None
+    cells, asking = attention.cut.cells(), attention.query_cut.cells()
     rows, columns = attention.cut.grid
-    is_real = cells >= 0
+    is_real, is_asking = cells >= 0, asking >= 0
     # For each cell, this is its index among the queries of all windows.
-    place = torch.empty(int(is_real.sum()), dtype=torch.long)
-    place[cells[is_real]] = torch.arange(cells.numel()).view_as(cells)[is_real]
+    place = torch.empty(int(is_asking.sum()), dtype=torch.long)
+    place[asking[is_asking]] = torch.arange(asking.numel()).view_as(asking)[is_asking]
     tokens = place[list(queries)]
     window, token = tokens // attention.queries, tokens % attention.queries
     # Index tensors that are not adjacent move their axis to the front: (queries, B, heads, tokens).

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
-from tcnn_probe.architectures.grids import Tokens, Windows
+from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows
 from tcnn_probe.architectures.lookup import known
 from tcnn_probe.attention.feature_maps import MOST_SPECIAL, FeatureMaps
 from tcnn_probe.attention.layout import Arrangement, Layout
@@ -50,6 +50,7 @@ def find_layout(
     """
     cut = _find_windows(running)
     layout = _pool_layout(queries, keys, running, maps)
+    layout = _units_layout(queries, keys, windows, running) or layout
     if layout is None and not_on_grid:
         layout = Layout(None, None, not_on_grid)
     if layout is None:
@@ -69,11 +70,13 @@ def find_layout(
             layout = Layout(None, layout.keys, reason, "words", order=layout.order)
         if layout.keys:
             layout = replace(layout, words=sides[1].words)
+    cut = layout.cut or cut
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the only window is the image
     return replace(
         layout,
         cut=cut,
+        query_cut=layout.query_cut or cut,
         class_token=maps.arrange(keys, tracked).class_token,
         distillation_token=maps.special.distillation_token,
     )
@@ -183,6 +186,44 @@ def _pool_layout(
     if key_tokens is None:
         reason = f"{keys} keys: no grid found"
     return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
+
+
+def _units_layout(
+    queries: int, keys: int, windows: int, running: Running
+) -> Layout | None:
+    """Return the layout of tokens that Hiera orders by mask units; None without units, or if some are left out."""
+    records = [(known(module).mask_units, module) for module, _ in running]
+    stages = [units for find, model in records if find for units in find(model)]
+    sides = [_units_side(count, windows, stages) for count in (queries, keys)]
+    if sides[0] is None or sides[1] is None:
+        return None
+    (query_order, query_cut), (key_order, cut) = sides[0], sides[1]
+    rows, columns = (
+        length / pooled
+        for length, pooled in zip(cut.window, query_cut.window, strict=True)
+    )
+    # A query is a maximum over tokens, and is placed at their centre.
+    centre = (rows - 1) / 2, (columns - 1) / 2
+    return Layout(
+        Tokens(0, *query_cut.window, spacing=(rows, columns), origin=centre),
+        Tokens(0, *cut.window),
+        cut=cut,
+        query_cut=query_cut,
+        order=(query_order, key_order),
+    )
+
+
+def _units_side(
+    count: int, windows: int, stages: list[MaskUnits]
+) -> tuple[Tensor, Windows] | None:
+    """Return the order of the tokens of a window, and the windows; None if no stage has such tokens."""
+    for units in stages:
+        is_unit = windows == 1 or count == prod(map(prod, units.strides))
+        if is_unit and prod(units.grid) == count * windows:
+            cells = units.cells(windows)[0]
+            rows = len((cells // units.grid[1]).unique())
+            return cells.argsort(), Windows(units.grid, (rows, count // rows))
+    return None
 
 
 def token_counts(inputs: Iterable[Any]) -> set[int]:

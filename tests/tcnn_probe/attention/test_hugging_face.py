@@ -273,6 +273,32 @@ def test_queries_before_a_class_token_hide_it() -> None:
     assert recorder.dataset.attention_distance.notnull().all()
 
 
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
+def test_mask_units_that_are_kept_are_unknown() -> None:
+    transformers = need("transformers")
+    torch.manual_seed(0)
+    options = {
+        "embed_dim": 8,
+        "image_size": [64, 64],
+        "depths": [1, 1, 1, 1],
+        "num_heads": [4, 4, 4, 4],
+        # Half of the units are dropped at random, and the model does not tell which.
+        "mask_ratio": 0.5,
+        "decoder_hidden_size": 8,
+        "decoder_num_heads": 2,
+        "decoder_depth": 1,
+    }
+    config = transformers.HieraConfig(**options)
+    model = transformers.HieraForPreTraining(config).eval()
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, 64, 64))
+        recorder.mark(epoch=0)
+    missing = recorder.missing["attention_distance"]
+    encoder = [layer for layer in recorder.layers if "encoder" in layer]
+    assert len(encoder) == 4
+    assert all("positions of the units" in missing[layer] for layer in encoder)
+
+
 def test_raw_pictures_are_refused_with_the_way_to_prepare_them() -> None:
     with pytest.raises(TypeError, match="AutoImageProcessor"):
         # An array of bytes is a picture that was not prepared, and its maps would be meaningless.

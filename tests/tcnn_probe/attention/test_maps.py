@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
+from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -545,6 +546,68 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
     np.testing.assert_allclose(attention, expected, atol=1e-6)
 
 
+def timm_hiera() -> nn.Module:
+    options = {"embed_dim": 8, "num_heads": 2, "stages": (1, 1, 2, 1)}
+    return timm.create_model("hiera_tiny_224", img_size=(64, 96), **options)
+
+
+def transformers_hiera() -> nn.Module:
+    transformers = need("transformers")
+    config = transformers.HieraConfig(
+        # Stages differ in their number of heads, so that the axis of heads is padded.
+        embed_dim=8,
+        image_size=[64, 96],
+        depths=[1, 1, 2, 1],
+        num_heads=[2, 2, 4, 4],
+    )
+    return transformers.HieraModel(config)
+
+
+@pytest.mark.parametrize("make", [timm_hiera, transformers_hiera])
+def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
+    """Cells are computed with timm's own reordering, which both libraries have."""
+    torch.manual_seed(0)
+    model = sharpen(make()).double().eval()
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    maps = tcnn_probe.attention_maps(model, images)
+    compared = 0
+    for reference in attention_of(model, images):
+        # (B, heads, windows, N, N), or the same without windows.
+        weights = reference.weights
+        weights = weights if weights.ndim == 5 else weights[:, :, None]
+        _, heads, windows, *counts = weights.shape
+        cells, grids = [], []
+        for count in counts:
+            # The four stages have 16 x 24 cells, and half of them along both sides after each pooling.
+            stage = [384, 96, 24, 6].index(count * windows)
+            grids.append((16 >> stage, 24 >> stage))
+            unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
+            order = unroll(torch.arange(count * windows).view(1, -1, 1))
+            cells.append(order.view(count, windows))
+        expected = torch.zeros(2, heads, *(rows * columns for rows, columns in grids))
+        for w in range(windows):
+            for q in range(counts[0]):
+                for k in range(counts[1]):
+                    place = cells[0][q, w], cells[1][k, w]
+                    expected[:, :, place[0], place[1]] = weights[:, :, w, q, k].float()
+        node = next(
+            node
+            for node in maps.children.values()
+            if reference.layer in node.layer.values
+        )
+        attention = node.attention.sel(layer=reference.layer)
+        attention = attention.isel(head=slice(heads)).transpose(
+            "image", "head", "query_y", "query_x", "y", "x"
+        )
+        assert attention.shape[2:] == (*grids[0], *grids[1])
+        # The expected weights above were stored in a float32 tensor.
+        np.testing.assert_allclose(
+            attention.values.reshape(expected.shape), expected, atol=1e-6
+        )
+        compared += 1
+    assert compared == 5
+
+
 def influence(
     model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
 ) -> np.ndarray:
@@ -780,6 +843,28 @@ def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> 
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     with pytest.raises(ValueError, match=message):
         tcnn_probe.attention_maps(model, images, **options)  # type: ignore[arg-type]
+
+
+def test_maps_that_the_machine_cannot_hold_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    tree = tcnn_probe.attention_maps(model, images, batch_size=1)
+    size = sum(
+        values.nbytes
+        for node in tree.children.values()
+        for values in node.data_vars.values()
+    )
+    for room, fits in ((1.21 * size, True), (1.19 * size, False)):
+        monkeypatch.setattr(
+            "tcnn_probe.attention.attention_maps.available_bytes",
+            lambda room=room: room,
+        )
+        if fits:
+            tcnn_probe.attention_maps(model, images, batch_size=1)
+            continue
+        with pytest.raises(ValueError, match=r"GB of memory that are free.*1\.2 times"):
+            tcnn_probe.attention_maps(model, images, batch_size=1)
 
 
 def test_layers_without_maps_are_reported() -> None:

@@ -479,3 +479,30 @@ def test_invalid_edits_are_refused(edit: tcnn_probe.HeadEdit, message: str) -> N
         model(images())
     assert before == Trace(model)
     assert clean()
+
+
+def test_attention_given_to_mask_units_is_in_the_order_of_the_maps() -> None:
+    """Hiera orders tokens by unit: giving its own attention back, in rows, must change nothing."""
+    torch.manual_seed(0)
+    # The image is not square, so that exchanged rows and columns of units would show.
+    sizes = {"img_size": (64, 96), "embed_dim": 16, "num_heads": 1}
+    model = timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1), **sizes)
+    model = model.eval().double()
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    # Initially, all weights are so small that attention is uniform, in any order.
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def give_back(attention: tcnn_probe.Attention) -> tcnn_probe.HeadEdit:
+        assert attention.order is not None
+        heads = range(attention.heads)
+        return tcnn_probe.HeadEdit(heads, attention=attention.weights())
+
+    with torch.no_grad():
+        expected = model(images)
+        with tcnn_probe.attention_stream(model, give_back) as stream:
+            output = model(images)
+    assert len(stream.layers) == 4
+    # Rounding in the softmax and four stages is below 1e-12, so that 1e-10 leaves two digits.
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)

@@ -453,6 +453,8 @@ def test_mask_units_of_a_class_without_a_record(
     )
     name = "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
+    encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
+    monkeypatch.delitem(lookup.RECORDS, encoder)
     # Records are cached by class, and models of other tests have the same class.
     lookup._combined_record.cache_clear()
     try:

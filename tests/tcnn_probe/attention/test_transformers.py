@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import timm
 import torch
+from timm.models.hiera import Unroll
 
-from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
+from tests.tcnn_probe.attention.bruteforce import Layout, Place, attention_of, grid
 from tests.tcnn_probe.attention.checking import Family, check_family, same, windows_last
 from tests.tcnn_probe.attention.sharpen import sharpen
 
@@ -43,6 +44,46 @@ def vit(
     )
 
 
+def of_units(
+    rows: int, columns: int, pools: int, windows: int, pooled: int = 1
+) -> list[Place]:
+    """Return positions of a unit's tokens by timm's reordering, on a grid with ``pooled`` times as many rows."""
+    unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
+    in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
+    cells = in_order.view(-1, windows)[:, 0]
+    middle = (pooled - 1) / 2
+    return [
+        (pooled * (cell // columns) + middle, pooled * (cell % columns) + middle)
+        for cell in cells.tolist()
+    ]
+
+
+def hiera(units: tuple[int, int], heads: int) -> Family:
+    """Return Hiera, with units of 32 x 32 pixels and global attention at the end; queries are pooled three times."""
+    high, wide = units
+    count = units[0] * units[1]
+    options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 2, 1)}
+    size = 32 * high, 32 * wide
+    model = partial(timm.create_model, "hiera_tiny_224", img_size=size, **options)
+
+    def tokens(stage: int, windows: int, pooled: int = 1) -> list[Place]:
+        side = 8 >> stage
+        return of_units(side * high, side * wide, 3 - stage, windows, pooled)
+
+    last = tokens(2, 1)
+    first = tokens(0, count)
+    layouts = {
+        "blocks.0.*": Layout(first, first, arrange=windows_last),
+        "blocks.1.*": Layout(tokens(1, count, 2), first, arrange=windows_last),
+        "blocks.2.*": Layout(
+            tokens(2, count, 2), tokens(1, count), arrange=windows_last
+        ),
+        "blocks.3.*": Layout(last, last, arrange=windows_last),
+        "blocks.4.*": Layout(tokens(3, 1, 2), last, arrange=windows_last),
+    }
+    return Family(f"hiera_{heads}_heads", model, size, layouts, flattest=0.97)
+
+
 FAMILIES = [
     vit("vit_tiny_patch16_224"),
     vit("vit_base_patch16_xp_224"),  # the block itself is the attention
@@ -58,20 +99,8 @@ FAMILIES = [
         (48, 80),
         {"*": Layout(*[grid(3, 5, prefix=4)] * 2)},
     ),
-    Family(  # tokens are in the order of mask units; there are as many units as heads
-        "hiera",
-        partial(
-            timm.create_model,
-            "hiera_tiny_224",
-            img_size=(64, 96),
-            embed_dim=24,
-            num_heads=6,
-            stages=(1, 1, 2, 1),
-        ),
-        (64, 96),
-        {"*": Layout(None, None, arrange=windows_last)},
-        flattest=0.97,
-    ),
+    hiera((2, 3), heads=6),  # as many units as heads
+    hiera((1, 1), heads=3),  # a single unit
     Family(
         "sam2",
         partial(timm.create_model, "sam2_hiera_tiny", **HIERA),
@@ -82,7 +111,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.study(but=["vit_tiny_patch16_224", "cait_xxs24_224", "hiera"])
+@pytest.mark.study(but=["vit_tiny_patch16_224", "cait_xxs24_224", "hiera_3_heads"])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_equals_brute_force(family: Family) -> None:
     check_family(family)
