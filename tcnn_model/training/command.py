@@ -18,7 +18,7 @@ from tcnn_model.training.data import Images, create_transforms
 from tcnn_model.training.distributed import joined
 from tcnn_model.training.evaluation import EpochResult, best_result
 from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
-from tcnn_model.training.session import Folder, Stopping, say
+from tcnn_model.training.session import RunFolder, Stopping, say
 from tcnn_model.training.sources import Source, open_sources
 from tcnn_model.training.watching import Watching
 
@@ -86,7 +86,7 @@ def train(
         StopRequested: SIGTERM, SIGUSR1 or Ctrl-C was received, and a checkpoint was written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
-        folder = Folder(config, ranks)
+        folder = RunFolder(config, ranks)
         stopping = Stopping(ranks)
         if not resume:
             folder.check_free()  # before images are opened, which may take minutes
@@ -103,7 +103,7 @@ def train(
         _summary(training, images, folder)
 
 
-def _prepare(config: Config, folder: Folder) -> tuple[Training, Images]:
+def _prepare(config: Config, folder: RunFolder) -> tuple[Training, Images]:
     ranks = folder.ranks
     sources = open_sources(
         config.data,
@@ -128,7 +128,7 @@ def _prepare(config: Config, folder: Folder) -> tuple[Training, Images]:
     return build_training(folder.scaled, model, steps, ranks), images
 
 
-def _say_rates(folder: Folder, model: nn.Module, images: int) -> None:
+def _say_rates(folder: RunFolder, model: nn.Module, images: int) -> None:
     """Print all learning rates as they are used, and how to keep those of the paper."""
     config, processes = folder.config, folder.ranks.count
     gated = config.reparameterize_at is not None or gpsa_layers(model)
@@ -172,7 +172,7 @@ def _epochs(
     training: Training,
     images: Images,
     config: Config,
-    folder: Folder,
+    folder: RunFolder,
     stopping: Stopping,
     progress: bool,
 ) -> Iterator[EpochResult]:
@@ -209,7 +209,7 @@ def _epochs(
         watching.close()
 
 
-def _summary(training: Training, images: Images, folder: Folder) -> None:
+def _summary(training: Training, images: Images, folder: RunFolder) -> None:
     best = best_result(training.history)
     last = training.history[-1]
     weights = "lost"

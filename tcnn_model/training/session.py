@@ -28,7 +28,7 @@ from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.evaluation import best_result
 from tcnn_model.training.loop import StopRequested, Training
 
-__all__ = ["Folder", "Stopping", "say"]
+__all__ = ["RunFolder", "Stopping", "say"]
 
 FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watcher")
 """Settings that may change when a run is resumed, because they do not influence the weights."""
@@ -73,7 +73,7 @@ class Stopping:
         return self._ranks.any(self.signal is not None)
 
 
-class Folder:
+class RunFolder:
     """The files of a run.
 
     These are ``config.toml``, ``classes.csv``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best

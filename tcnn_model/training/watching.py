@@ -6,7 +6,7 @@ from typing import Any
 
 from tcnn_model.training.config import Config
 from tcnn_model.training.loop import Training
-from tcnn_model.training.session import Folder, say
+from tcnn_model.training.session import RunFolder, say
 
 __all__ = ["Watching"]
 
@@ -25,7 +25,7 @@ class Watching:
         ValueError: The settings ask for TensorBoard, which is not installed.
     """
 
-    def __init__(self, training: Training, config: Config, folder: Folder) -> None:
+    def __init__(self, training: Training, config: Config, folder: RunFolder) -> None:
         self._training = training
         self._config = config
         self._folder = folder
@@ -77,7 +77,7 @@ class Watching:
         self._watcher = None
 
 
-def _board(folder: Folder) -> Any:
+def _board(folder: RunFolder) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -16,12 +16,19 @@ from zarr.storage import LocalStore
 
 from tcnn_probe.schema import StoreError
 
-__all__ = ["LOCK", "Folder", "delete_unfinished", "lock", "new_directory", "restore"]
+__all__ = [
+    "LOCK",
+    "DurableStore",
+    "delete_unfinished",
+    "lock",
+    "new_directory",
+    "restore",
+]
 
 LOCK = ".tcnn_probe.lock"
 
 
-class Folder(LocalStore):
+class DurableStore(LocalStore):
     """Directory store whose ``set`` returns only when the object is on the disk under its name.
 
     zarr's own store leaves this to the operating system, which may take half a minute. The directory itself is never
@@ -105,7 +112,7 @@ def lock(directory: Path, name: str) -> FileLock:
 @contextmanager
 def new_directory(
     directory: Path, *, replace: bool = False
-) -> Iterator[tuple[Folder, FileLock]]:
+) -> Iterator[tuple[DurableStore, FileLock]]:
     """Create a directory under a temporary name and rename it at the end, with its lock still held.
 
     After an exception everything is as before. A kill leaves a folder beside the directory, which the next attempt
@@ -128,7 +135,7 @@ def new_directory(
         delete_unfinished(directory)
         filled.mkdir(parents=True)
         new = lock(filled, directory.name)
-        yield Folder(filled), new
+        yield DurableStore(filled), new
         if old is not None:
             os.replace(directory, replaced)
         try:

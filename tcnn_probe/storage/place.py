@@ -18,7 +18,7 @@ from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
 from tcnn_probe.schema import StoreError
-from tcnn_probe.storage.directory import Folder
+from tcnn_probe.storage.directory import DurableStore
 
 __all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "keys_of", "run"]
 
@@ -143,7 +143,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
         )
     # The path is made absolute, because the working directory may change while recording.
     directory = Path(text).expanduser().resolve()
-    return Place(Folder(directory), directory, str(directory), writable)
+    return Place(DurableStore(directory), directory, str(directory), writable)
 
 
 def _at_url(url: str) -> Store:

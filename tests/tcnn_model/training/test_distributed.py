@@ -18,7 +18,7 @@ from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.evaluation import evaluate
-from tcnn_model.training.session import Folder
+from tcnn_model.training.session import RunFolder
 from tests.tcnn_model.training.runs import (
     assert_same_weights,
     config,
@@ -141,7 +141,7 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
     _in_two(settings)
     complete = last_checkpoint(settings)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    alone, images = command._prepare(settings, Folder(settings, ranks))
+    alone, images = command._prepare(settings, RunFolder(settings, ranks))
     for part, loss, accuracy in (
         ("model", "val_loss", "top1"),
         ("ema", "ema_val_loss", "ema_top1"),

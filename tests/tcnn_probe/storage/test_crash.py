@@ -187,10 +187,10 @@ def test_interrupt_from_the_keyboard(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     store = create(tmp_path / "run.zarr")
     add(store, 0)
-    original: Callable[..., None] = module.Folder._write
+    original: Callable[..., None] = module.DurableStore._write
     ended: set[Path] = set()
 
-    def slowly(self: module.Folder, path: Path, data: bytes) -> None:
+    def slowly(self: module.DurableStore, path: Path, data: bytes) -> None:
         if path == tmp_path / "run.zarr" / slow:
             threading.Timer(
                 0.1,
@@ -203,7 +203,7 @@ def test_interrupt_from_the_keyboard(
         ended.add(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Folder, "_write", slowly)
+        patch.setattr(module.DurableStore, "_write", slowly)
         with pytest.raises(KeyboardInterrupt):
             add(store, 1, 9)
         assert tmp_path / "run.zarr" / slow in ended
