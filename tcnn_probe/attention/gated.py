@@ -53,11 +53,13 @@ class GatedAttention(Attention):
         describe: Function that returns queries, keys, positions and gates; it is called once, when they are needed.
         sizes: Sizes (B, heads, N_query).
         x: Input of the layer.
+        outputs: Outputs of the heads in this call, (B, heads, N_query, d); None if they are unknown.
     """
 
     describe: Callable[[], tcnn_model.GatedAttention]
     sizes: tuple[int, int, int]
     x: Tensor
+    outputs: Tensor | None = None
 
     @cached_property
     def parts(self) -> tcnn_model.GatedAttention:
@@ -132,7 +134,10 @@ class GatedAttention(Attention):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, their values for uniform attention, and sums over images."""
-        attention, content = gated_patterns(self.parts, self.limit, self.block)
+        key = "patterns", self.limit
+        if key not in self.shared:
+            self.shared[key] = gated_patterns(self.parts, self.limit, self.block)
+        attention, content = self.shared[key]
         patterns = {
             "content_information": attention,
             "content_part_information": content,
@@ -251,6 +256,8 @@ class GatedAttention(Attention):
 
     def head_outputs(self) -> Tensor:
         """Return the heads' outputs A v, shape (B, heads, N_query, d), differentiable."""
+        if self.outputs is not None:
+            return self.outputs
         return attend(self.parts, _values(self.module, self.x))
 
     def output(self, heads: Tensor) -> Tensor:
@@ -318,8 +325,9 @@ def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
 
 
 def _seams_of(layer: Any) -> dict[nn.Module, str]:
-    """Return the submodules of a gated layer whose outputs are its queries and keys, with their roles."""
-    names = ("qk",) if isinstance(layer, ConViTLayer) else ("head_queries", "head_keys")
+    """Return the submodules of a gated layer whose outputs the description uses, with their roles."""
+    of_gpsa = ("head_queries", "head_keys", "head_outputs")
+    names = ("qk",) if isinstance(layer, ConViTLayer) else of_gpsa
     return {getattr(layer, name): name for name in names}
 
 
@@ -337,7 +345,7 @@ def gated_attention_of(
         x: Input of the layer.
         formed: Outputs of the layer's seams in this call, by role. If each seam has run exactly once, they are used;
             otherwise queries and keys are computed again by ``forward`` of the submodules, so that hooks on these do
-            not run twice.
+            not run twice. Outputs of heads are formed unless a depth-wise layer sums heads first.
         name: Name of the layer.
         running: Modules that are running around the layer, and their inputs.
     """
@@ -371,6 +379,7 @@ def gated_attention_of(
         describe=lambda: parts,
         sizes=(batch, heads, count),
         x=x,
+        outputs=formed_once.get("head_outputs"),
         residual=partial(
             residual_tokens,
             [*running, ModuleCall(layer, [x])],

@@ -195,7 +195,8 @@ class PatternSum:
         # This is in place on a copy that index_select has made.
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
         rows.nan_to_num_()  # an image with NaN does not count, see pattern()
-        by_image = rows.view(images, heads, -1, rows.shape[1])
+        # Heads of a query are side by side, for products of their rows.
+        by_image = rows.view(images, -1, heads, rows.shape[1]).transpose(1, 2)
         self._add_rows(
             slice(block.images.start, block.images.start + images), sampled, by_image
         )

@@ -71,7 +71,7 @@ def rows_of_block(
     queries: tuple[int, int],
     device: torch.device,
 ) -> tuple[slice, Tensor]:
-    """Return the sampled queries in a block, and their rows in its attention, by image and head.
+    """Return the sampled queries in a block, and their rows in its attention, by image, query and head.
 
     Args:
         sampling: Arguments of :func:`sample_queries`.
@@ -94,9 +94,9 @@ def rows_of_block(
         torch.arange(images)[:, None] * block_windows
         + window.expand_as(query)[in_block]
     )
-    index = (
-        row[:, None] * heads + torch.arange(heads)[:, None]
-    ) * block_queries + query[in_block]
+    index = (row[..., None] * heads + torch.arange(heads)) * block_queries + query[
+        in_block
+    ][:, None]
     return slice(sampled[0], sampled[-1] + 1) if sampled else slice(
         0
     ), index.flatten().to(device)

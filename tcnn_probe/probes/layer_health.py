@@ -145,27 +145,40 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
     outputs = attention.head_outputs()
     if outputs is None:
         return {}
-    outputs = outputs.to(at_least_float32(outputs.dtype))
     by_image = outputs.unflatten(0, (attention.images, -1))
-    # All windows of an image together: (B, heads, windows * N_query, d).
-    outputs = by_image.transpose(1, 2).flatten(2, 3)
-    queries: int | Tensor = outputs.shape[2]
+    queries: int | Tensor = attention.windows * attention.queries
+    counted = None
     if attention.visibility is not None:
-        counted = attention.visibility.queries.flatten(1)
-        outputs = outputs.where(counted[:, None, :, None], 0)
-        queries = counted.sum(1, keepdim=True)
-    squares = outputs.square().sum((2, 3))
-    # Outputs are scaled first, so that their fourth powers stay in the range of float32.
-    scale = squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)
-    outputs = outputs / scale[..., None, None]
-    # sum_k s_k^4 is the squared norm of o^T o, a d x d matrix, so no decomposition is needed.
-    products = outputs.mT @ outputs
-    fourth_powers = products.square().sum((2, 3))
+        counted = attention.visibility.queries.flatten(1)[:, None, :, None]
+        queries = counted.sum(2)[..., 0]
+    # On a CPU image by image, because products of all images would first copy the outputs.
+    step = 1 if outputs.device.type == "cpu" else attention.images
+    sums = []
+    for start in range(0, attention.images, step):
+        images = slice(start, start + step)
+        # All windows of an image together: (images, heads, windows * N_query, d).
+        part = by_image[images].transpose(1, 2).flatten(2, 3)
+        part = part.to(at_least_float32(part.dtype))
+        if counted is not None:
+            part = part.where(counted[images], 0)
+        sums.append(_sums_of_powers(part))
+    squares, fourth_powers = map(torch.cat, zip(*sums, strict=True))
     rank = torch.where(squares == 0, 0, 1 / fourth_powers)
     return {
         "output_norm": (squares / queries).sqrt(),
         "output_rank": rank,
     }
+
+
+def _sums_of_powers(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum_k s_k^2 and sum_k s_k^4 / (sum_k s_k^2)^2 of the singular values of outputs (B, heads, N, d)."""
+    # These are the trace and the squared norm of o^T o, or of o o^T where that is smaller: no decomposition is needed.
+    is_wide = outputs.shape[2] < outputs.shape[3]
+    products = outputs @ outputs.mT if is_wide else outputs.mT @ outputs
+    squares = products.diagonal(dim1=-2, dim2=-1).sum(-1)
+    # They are divided first, so that fourth powers stay in the range of float32.
+    scale = squares.clamp_min(torch.finfo(squares.dtype).tiny)
+    return squares, (products / scale[..., None, None]).square().sum((2, 3))
 
 
 def _of_tokens(attention: Attention) -> dict[str, Tensor]:
@@ -195,7 +208,10 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     }
     if patches.shape[1] > 1:
         # A token of zeros has the cosine 0 with all others, and those of padding are no pairs.
-        cosine = token_cosine(tokens[:, prefix:].where(real[..., None], 0))
+        inner = tokens[:, prefix:]
+        if attention.visibility is not None:
+            inner = inner.where(real[..., None], 0)
+        cosine = token_cosine(inner)
         pairs = patches.shape[1] * (patches.shape[1] - 1)
         measured["token_cosine"] = cosine * pairs / (count * (count - 1))
     if classes:

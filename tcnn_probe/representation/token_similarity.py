@@ -35,6 +35,7 @@ def token_cosine(tokens: Any) -> Any:
         )
     count = tokens.shape[-2]
     lengths = (tokens * tokens).sum(-1) ** 0.5
-    total = (tokens / (lengths + (lengths == 0))[..., None]).sum(-2)
+    # The sum of unit vectors is one product, which stores none of them.
+    total = ((1 / (lengths + (lengths == 0)))[..., None, :] @ tokens)[..., 0, :]
     # |sum of unit vectors|^2 = their number + the sum of cosines over ordered pairs
     return ((total * total).sum(-1) - (lengths > 0).sum(-1)) / (count * (count - 1))

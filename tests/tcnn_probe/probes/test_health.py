@@ -362,7 +362,7 @@ def test_class_token_behind_the_patches() -> None:
     assert (ds.class_token_norm > 3 * ds.token_norm).all()
 
 
-@pytest.mark.parametrize("kind", ["gpsa", "convit"])
+@pytest.mark.parametrize("kind", ["gpsa", "wide gpsa", "convit"])
 def test_gated_layers_by_their_content_part(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,11 +370,12 @@ def test_gated_layers_by_their_content_part(
     # The limit is more than any layer has, so that no query is left out.
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
-    if kind == "gpsa":
-        # With a padding of one, a 5 x 7 grid has 7 x 9 keys.
-        layer = scatter(GPSA(3, 4, 3, padding=1)).double()
+    if kind != "convit":
+        # With a padding of one, a 5 x 7 grid has 7 x 9 keys; 37 channels are more than the 35 queries.
+        channels = 37 if kind == "wide gpsa" else 3
+        layer = scatter(GPSA(channels, 4, 3, padding=1)).double()
         model = nn.Sequential(layer).eval()
-        x = torch.randn(7, 3, 5, 7)
+        x = torch.randn(7, channels, 5, 7)
         name = "0"
     else:
         model = sharpen(
@@ -400,7 +401,7 @@ def test_gated_layers_by_their_content_part(
     weights = softmax_rows(logits)
     expected = health(weights[:, None], [True] * weights.shape[-2])
     attention = parts.dense()
-    if kind == "gpsa":
+    if kind != "convit":
         values = module.values(inputs).expand(-1, attention.shape[1], -1, -1)
         # Values in the padding are zero.
         padded = values.unflatten(2, (5, 7))
