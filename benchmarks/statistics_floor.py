@@ -7,13 +7,14 @@ that entropy, distance, class attention and the anatomy of heads need. Plain for
 turns.
 """
 
-import statistics
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import timm
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import contest
@@ -53,12 +54,45 @@ def seconds(action: Callable[[], object]) -> float:
     return clock() - start
 
 
+def turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> np.ndarray:
+    """Return the seconds of each way, shape (rounds, ways)."""
+    order = random.Random(0)  # seeded, so that every run has the same turns
+    measured = []
+    for _ in tqdm(range(rounds + 2), disable=None, leave=False):
+        times = {name: seconds(ways[name]) for name in order.sample([*ways], len(ways))}
+        measured.append([times[name] for name in ways])
+    return np.array(measured[2:])  # the first rounds warm up
+
+
+def costs(measured: np.ndarray) -> tuple[float, float, float]:
+    """Return the floor and the cost in plain forwards, and the cost in floors, by medians over (rounds, 3)."""
+    plain, recorded, least = measured.T
+    cost = np.median(recorded - plain)
+    forward, least = np.median(plain), np.median(least)
+    return least / forward, cost / forward, cost / least
+
+
+def recorded_turns(
+    model: nn.Module,
+    twin: nn.Module,
+    images: Tensor,
+    least: Callable[[], object],
+    rounds: int,
+) -> np.ndarray:
+    """Return the seconds of a plain forward of the twin, a recorded one of the model, and the floor, in turns."""
+    ways = {"plain": lambda: twin(images), "recorded": lambda: model(images)}
+    with tcnn_probe.record(model) as recorder, torch.inference_mode():
+        measured = turns(ways | {"floor": least}, rounds)
+        recorder.mark(epoch=0)
+    return measured
+
+
 def main() -> None:
     """Print the cost of the statistics and of the floor."""
     parser = contest.options(__doc__)
     parser.add_argument("--model", default="deit_small_patch16_224")
     parser.add_argument("--batch", type=int, default=8)
-    parser.set_defaults(rounds=20)
+    parser.set_defaults(rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
@@ -74,26 +108,25 @@ def main() -> None:
     distances = torch.zeros(shape[2], shape[2])
     distances[1:, 1:] = torch.cdist(places, places)
     distances = distances.to(images.device)
-    ways = {
-        "plain": lambda: twin(images),
-        "recorded": lambda: model(images),
-        "floor": lambda: [floor(query, key, distances) for _ in model.blocks],
-    }
-    measured: dict[str, list[float]] = {name: [] for name in ways}
-    with tcnn_probe.record(model) as recorder, torch.inference_mode():
-        for turn in tqdm(range(arguments.rounds + 2), disable=None, leave=False):
-            for name, way in ways.items():
-                duration = seconds(way)
-                if turn > 1:  # the first rounds warm up
-                    measured[name].append(duration)
-        recorder.mark(epoch=0)
-    for summary in (statistics.median, min):
-        plain, recorded, least = (summary(measured[name]) for name in ways)
-        print(
-            f"{arguments.model}, batch {arguments.batch}, {summary.__name__} of {arguments.rounds}: a recorded forward "
-            f"takes {recorded / plain:.3f} times as long as a plain one, with the floor alone {1 + least / plain:.3f}; "
-            f"the cost is {(recorded - plain) / least:.2f} times the floor"
-        )
+
+    def least() -> list[tuple[Tensor, ...]]:
+        return [floor(query, key, distances) for _ in model.blocks]
+
+    roles = ((model, twin), (twin, model))
+    halves = [
+        recorded_turns(*role, images, least, arguments.rounds // 2) for role in roles
+    ]
+    measured = np.concatenate(halves)
+    in_forwards, cost, in_floors = costs(measured)
+    draws = np.random.default_rng(0).integers(len(measured), size=(2000, len(measured)))
+    drawn = [costs(measured[rounds])[2] for rounds in draws]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    plain, recorded, floors = np.mean([half.min(0) for half in halves], axis=0)
+    print(
+        f"{arguments.model}, batch {arguments.batch}: a recorded forward takes {1 + cost:.3f} times as long as a plain "
+        f"one, with the floor alone {1 + in_forwards:.3f}; the cost is {in_floors:.2f} times the floor (95 % interval "
+        f"over {len(measured)} turns: {low:.2f} to {high:.2f}; by least times: {(recorded - plain) / floors:.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ __all__ = [
 _FEW_ROWS = 32
 _ALL = slice(None)
 
+# Number of logits of which two buffers, 1 MiB each in float32, fit into the cache of a core together with the other
+# operand: on DeiT-S and ViT-B the statistics are a tenth faster than in blocks of 4 MiB, which other cores share.
+_IN_CACHE = 1 << 18
+# From about this number of rows on, a matrix product no longer gets faster.
+_MANY_QUERIES = 128
+
 # A key is hidden by a mask of -100 (Swin) or less; in a fused mask a relative position bias may be added to it.
 _HIDDEN_MASK = -80.0
 # Logits that a model has masked itself: libraries add -10000 or less, or fill with minus infinity.
@@ -495,10 +501,20 @@ class SoftmaxAttention(Attention):
             self.shared[key] = measure_softmax(self)
         return self.shared[key]
 
+    @property
+    def queries_at_once(self) -> int:
+        """Number of queries of a block, which has at most :attr:`block` logits, or a single query if this has more."""
+        logits = self.heads * self.keys
+        at_once = max(1, self.block // logits)
+        if self.device.type != "cpu":
+            return at_once
+        # A smaller block stays in the cache of a core, but products of few queries are slow.
+        return min(at_once, max(_IN_CACHE // logits, _MANY_QUERIES))
+
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks with at most as many logits as a block may have, or with a single query if this has more."""
+        """Yield blocks of :attr:`queries_at_once`."""
         # A block has this number of queries: of one window, or of several complete windows or images.
-        at_once = max(1, self.block // (self.heads * self.keys))
+        at_once = self.queries_at_once
         windows = min(self.windows, max(1, at_once // self.queries))
         images = (
             max(1, at_once // (self.queries * windows))

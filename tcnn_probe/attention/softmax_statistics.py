@@ -309,8 +309,8 @@ def _rows_over_grid(
     )
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
-    largest = max(attention.block, attention.heads * attention.keys)
-    # A buffer of 4 MiB is given back to the system in each layer, which then clears all its pages anew.
+    largest = attention.queries_at_once * attention.heads * attention.keys
+    # Large buffers are given back to the system in each layer, which then clears all their pages anew.
     buffers = [
         logits.new_empty(min(largest, math.prod(logits.shape))) for _ in range(2)
     ]
