@@ -189,7 +189,7 @@ def test_no_n_by_n_tensor_is_made() -> None:
     assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)
 
 
-@pytest.mark.parametrize(("device", "blocks"), [("cpu", 13), ("meta", 1)])
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 64), ("meta", 1)])
 def test_blocks_are_larger_on_devices_with_kernel_launches(
     device: str, blocks: int
 ) -> None:
