@@ -42,7 +42,8 @@ def _contest(
     query, key = (leaf(batch, _HEADS, side * side, width) for _ in range(2))
     v = (
         leaf(batch, 1, side * side, channels)
-        # A converted convolution shares its values between the heads; a transformer's layer gives each head a slice.
+        # A converted convolution shares its values between the heads; a transformer's layer gives
+        # each head a slice.
         if values == "shared"
         else leaf(batch, _HEADS, side * side, width)
     )

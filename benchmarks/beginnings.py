@@ -81,19 +81,14 @@ def starts(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/run.zarr"
         subprocess.run([sys.executable, "-c", RECORDING, store], check=True)
-        codes = {
-            name: code.replace("STORE", repr(store)) for name, code in STARTS.items()
-        }
+        codes = {name: code.replace("STORE", repr(store)) for name, code in STARTS.items()}
         times = {
-            name: min(processor_time(code) for _ in range(rounds))
-            for name, code in codes.items()
+            name: min(processor_time(code) for _ in range(rounds)) for name, code in codes.items()
         }
         print("| | times `import torch, timm` | imports torch |\n|---|---|---|")
         for name, code in codes.items():
             ratio = times[name] / times["import torch, timm"]
-            print(
-                f"| {name} | {ratio:.2f} | {'yes' if imports_torch(code) else 'no'} |"
-            )
+            print(f"| {name} | {ratio:.2f} | {'yes' if imports_torch(code) else 'no'} |")
 
 
 def forwards(rounds: int) -> None:

@@ -1,9 +1,11 @@
-"""Comparison of several ways to compute the same result: time as a ratio, peak memory in a separate process.
+"""Comparison of several ways to compute the same result: time as a ratio, peak memory in a separate
+process.
 
-A benchmark passes its contests to :func:`main`. Contestants take turns, in an order drawn anew each time, so that other
-load on the machine and the contents of its caches affect all of them alike; a ratio is the median over rounds of the
-peer's time / the contestant's. Absolute times say little on a shared machine and are not printed. Memory is the amount
-that a step adds, at its peak, to the memory in use before it, in a fresh process for each contestant.
+A benchmark passes its contests to :func:`main`. Contestants take turns, in an order drawn anew each
+time, so that other load on the machine and the contents of its caches affect all of them alike; a
+ratio is the median over rounds of the peer's time / the contestant's. Absolute times say little on
+a shared machine and are not printed. Memory is the amount that a step adds, at its peak, to the
+memory in use before it, in a fresh process for each contestant.
 """
 
 import argparse
@@ -40,14 +42,10 @@ def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="turns that each contestant gets"
-    )
+    parser.add_argument("--rounds", type=int, default=7, help="turns that each contestant gets")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
-    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     # A child process measures the memory of this contestant in this contest.
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser
@@ -63,7 +61,8 @@ def main(
     Args:
         parser: Result of :func:`options`, with further options of the benchmark.
         contests: Function from the options to the contests, by name.
-        report: Function that runs the contests and prints their results; :func:`compare` by default.
+        report: Function that runs the contests and prints their results; :func:`compare` by
+            default.
     """
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -90,19 +89,13 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
     turns = tqdm(total=contestants * (arguments.rounds + 1), disable=None, leave=False)
     for name, contest in contests.items():
         seconds = _take_turns(contest, arguments.rounds, arguments.device, turns)
-        peaks = {
-            contestant: _memory_in_child(name, contestant) for contestant in contest
-        }
+        peaks = {contestant: _memory_in_child(name, contestant) for contestant in contest}
         peer = next(iter(contest))
         for contestant in contest:
-            ratios = [
-                p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)
-            ]
+            ratios = [p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)]
             speed = "1" if contestant == peer else _figure(statistics.median(ratios))
             spread = (
-                ""
-                if contestant == peer
-                else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
+                "" if contestant == peer else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
             )
             # The peak is 0 if a step fits into memory that was in use before.
             saving = _figure(peaks[peer] / max(peaks[contestant], 1))
@@ -131,7 +124,9 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
 
 
 def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
-    """Measure the bytes that a step adds at its peak, by contest and contestant, each in a separate process."""
+    """Measure the bytes that a step adds at its peak, by contest and contestant, each in a separate
+    process.
+    """
     with tqdm(total=sum(map(len, contests.values())), disable=None, leave=False) as bar:
         peaks: dict[str, dict[str, int]] = {name: {} for name in contests}
         for name, contest in contests.items():
@@ -142,7 +137,9 @@ def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
 
 
 def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
-    """Return a step of forward and backward with the output's sum of squares as the loss; gradients are dropped."""
+    """Return a step of forward and backward with the output's sum of squares as the loss; gradients
+    are dropped.
+    """
 
     def step() -> None:
         forward(*leaves).square().sum().backward()
@@ -152,9 +149,7 @@ def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -
     return step
 
 
-def _take_turns(
-    contest: Contest, rounds: int, device: str, turns: tqdm
-) -> dict[str, list[float]]:  # type: ignore[type-arg]
+def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict[str, list[float]]:  # type: ignore[type-arg]
     steps = {name: prepare() for name, prepare in contest.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contest}
     order = random.Random(0)  # seeded, so that every run has the same turns
@@ -178,8 +173,8 @@ def _memory_in_child(contest: str, contestant: str) -> int:
         contest,
         contestant,
     ]
-    # With fixed thresholds glibc returns freed memory to the system at once, so that it does not count as in use before
-    # the step.
+    # With fixed thresholds glibc returns freed memory to the system at once, so that it does not
+    # count as in use before the step.
     thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     process = subprocess.run(
         script, capture_output=True, text=True, check=False, env=os.environ | thresholds
@@ -226,8 +221,6 @@ def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     for line in lines:
         print(
             "| "
-            + " | ".join(
-                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-            )
+            + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             + " |"
         )

@@ -1,6 +1,8 @@
-"""(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels, forward and backward.
+"""(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels,
+forward and backward.
 
-The lower bound is timm's plain attention of the same width, fused: a layer without positional attention and gates.
+The lower bound is timm's plain attention of the same width, fused: a layer without positional
+attention and gates.
 
 python benchmarks/convit_layer.py          14, 28 and 56 squared tokens; about 3 minutes on one core
 """
@@ -40,8 +42,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
                 error = float(
-                    (accelerated(x) - timm_layer(x)).abs().max()
-                    / timm_layer(x).abs().max()
+                    (accelerated(x) - timm_layer(x)).abs().max() / timm_layer(x).abs().max()
                 )
             print(
                 f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output"

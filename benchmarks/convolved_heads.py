@@ -1,12 +1,13 @@
-"""A vision transformer some of whose heads are convolutions (``tcnn_model.convolve``), against all heads attending.
+"""A vision transformer some of whose heads are convolutions (``tcnn_model.convolve``), against all
+heads attending.
 
     python benchmarks/convolved_heads.py     about 10 minutes on one core
 
-The model is DINOv2's ViT-S/14 (72 heads, one class token) with random weights, at 224 and 518 pixels (257 and 1,370
-tokens). In each block as many of the six heads become convolutions. The first table counts parameters and the
-multiply-adds of a forward; the second measures forwards without gradients. In the network of
-studies/pretrained_heads.py (16 x 16 patches) five heads have 95 % of their attention in 5 x 5 to 11 x 11 patches, and
-the others in 17 x 17 to 29 x 29.
+The model is DINOv2's ViT-S/14 (72 heads, one class token) with random weights, at 224 and 518
+pixels (257 and 1,370 tokens). In each block as many of the six heads become convolutions. The first
+table counts parameters and the multiply-adds of a forward; the second measures forwards without
+gradients. In the network of studies/pretrained_heads.py (16 x 16 patches) five heads have 95 % of
+their attention in 5 x 5 to 11 x 11 patches, and the others in 17 x 17 to 29 x 29.
 """
 
 import argparse
@@ -84,9 +85,7 @@ def _step(size: int, contestant: str, arguments: argparse.Namespace) -> contest.
     return forward
 
 
-def report(
-    arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]
-) -> None:
+def report(arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]) -> None:
     """Print the counts, and then times and memory."""
     rows = []
     for name, (convolved, kernel) in CONTESTANTS.items():

@@ -1,9 +1,11 @@
-"""A depthwise GPSA layer, whose W_out weights the values before attention gathers them, against the other order.
+"""A depthwise GPSA layer, whose W_out weights the values before attention gathers them, against the
+other order.
 
 python benchmarks/depthwise_layer.py       about 3 minutes on one core
 
-"Products" is a lower bound: the matrix products that every order needs, and nothing else. They are those of queries,
-keys and values, and of attention with the values of each head, with their gradients.
+"Products" is a lower bound: the matrix products that every order needs, and nothing else. They are
+those of queries, keys and values, and of attention with the values of each head, with their
+gradients.
 """
 
 import argparse
@@ -30,14 +32,14 @@ def _contest(
 ) -> contest.Contest:
     torch.manual_seed(0)
     kind = {"device": arguments.device, "dtype": getattr(torch, arguments.dtype)}
-    layer = GPSA(
-        channels, channels, kernel, padding=kernel // 2, groups=channels, **kind
-    )
+    layer = GPSA(channels, channels, kernel, padding=kernel // 2, groups=channels, **kind)
     x = torch.randn(arguments.batch, channels, side, side, **kind).requires_grad_()
 
     def step(backend: Backend) -> contest.Step:
         def forward(*leaves: Tensor) -> Tensor:
-            layer.backend = backend  # the contestants share the layer, and set its backend in their turn
+            layer.backend = (
+                backend  # the contestants share the layer, and set its backend in their turn
+            )
             return layer(x)
 
         return contest.training_step(forward, x, *layer.parameters())

@@ -2,8 +2,9 @@
 
     python benchmarks/head_costs.py      DeiT-S, batch 4 at 224; about 4 minutes on one core
 
-Prints the ratios that docs/ablation.md quotes. Statistics over other images are collected beforehand and not counted,
-for ``head_importance`` and ``head_costs`` by the difference between calls with eight images and with four.
+Prints the ratios that docs/ablation.md quotes. Statistics over other images are collected
+beforehand and not counted, for ``head_importance`` and ``head_costs`` by the difference between
+calls with eight images and with four.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""(k) Resources of the softmax statistics kernel, compiled for compute capability 9.0, and lower bounds of its time.
+"""(k) Resources of the softmax statistics kernel, compiled for compute capability 9.0, and lower
+bounds of its time.
 
     # registers, spills, shared memory, roofline; a minute on one core, no GPU
     python benchmarks/kernel_resources.py
@@ -19,20 +20,22 @@ from torch import Tensor
 
 import contest
 
-# An H200 (SXM), from NVIDIA's data sheet and the CUDA programming guide's table of throughputs for 9.0.
+# An H200 (SXM), from NVIDIA's data sheet and the CUDA programming guide's table of throughputs for
+# 9.0.
 BYTES = 4.8e12  # bytes of memory per second
 MATRIX = 989e12  # FLOP of bfloat16 products per second
 LANES = 132 * 128 * 1.98e9  # float32 operations per second, where a multiply-add is one
 SPECIAL = 132 * 16 * 1.98e9  # exponentials and square roots per second
 
-# Operations on each weight of a tile besides the product, counted in row_statistics.py: the scale, the test for the
-# last key, the maximum, two to subtract it, one of the exponential, two sums; and for the distance two differences,
-# squares, the sum.
+# Operations on each weight of a tile besides the product, counted in row_statistics.py: the scale,
+# the test for the last key, the maximum, two to subtract it, one of the exponential, two sums; and
+# for the distance two differences, squares, the sum.
 OPERATIONS = 14
 # An exponential and the square root of the distance.
 SPECIALS = 2
 
-# Images, tokens, heads, channels of a head, and channels of the transformer block (None for a T-ResNet).
+# Images, tokens, heads, channels of a head, and channels of the transformer block (None for a
+# T-ResNet).
 SHAPES = {
     "ViT-S/16 at 224": (64, 197, 6, 64, 384),
     "ViT-B/16 at 224": (64, 197, 12, 64, 768),
@@ -43,7 +46,9 @@ HEADS = (32, 64, 80, 128)
 
 
 class Resources(NamedTuple):
-    """Resources of a compiled kernel: registers of a thread, bytes of its stack, bytes of shared memory."""
+    """Resources of a compiled kernel: registers of a thread, bytes of its stack, bytes of shared
+    memory.
+    """
 
     registers: int
     spilled: int
@@ -67,11 +72,14 @@ class _Hopper:
 
 @contextmanager
 def compiling() -> Iterator[list[Resources]]:
-    """Compile the kernels of the block without launching them, and yield the list of their resources."""
+    """Compile the kernels of the block without launching them, and yield the list of their
+    resources.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    # The attribute of the driver, which would look for a GPU if it were read, has another name in Triton 3.4.
+    # The attribute of the driver, which would look for a GPU if it were read, has another name in
+    # Triton 3.4.
     place = "_active" if hasattr(driver, "_active") else "active"
     launch, active, compiled = JITFunction.run, vars(driver)[place], []
 
@@ -130,15 +138,13 @@ def compiled(dims: list[int], dtype: torch.dtype) -> dict[str, Resources]:
     return resources
 
 
-def best_times(
-    images: int, tokens: int, heads: int, dim: int, width: int | None
-) -> list[str]:
+def best_times(images: int, tokens: int, heads: int, dim: int, width: int | None) -> list[str]:
     """Return the least times in microseconds that each part of the GPU allows a layer's statistics.
 
     Args:
         images, tokens, heads, dim: Shape of the queries and the keys.
-        width: Channels of the transformer block around the layer, the products of which are the last number; None for a
-            layer without such a block.
+        width: Channels of the transformer block around the layer, the products of which are the
+            last number; None for a layer without such a block.
     """
     from tcnn_model.kernels.launch import blocks, power_of_two
 
@@ -148,7 +154,8 @@ def best_times(
     weights = images * heads * of_queries * of_keys
     rows = images * heads * tokens
     seconds = {
-        # Queries and keys are read once, as the keys of a head stay in the cache; five numbers are written per query.
+        # Queries and keys are read once, as the keys of a head stay in the cache; five numbers are
+        # written per query.
         "memory": (2 * rows * dim * 2 + 5 * rows * 4) / BYTES,
         "products": 2 * weights * power_of_two(dim) / MATRIX,
         "special": SPECIALS * weights / SPECIAL,

@@ -1,10 +1,11 @@
-"""(o) Reading of a long recording: the time to open it whole, in part and as a report, and its size on the disk.
+"""(o) Reading of a long recording: the time to open it whole, in part and as a report, and its size
+on the disk.
 
     # 300 epochs of 24 layers with 16 heads; about 3 minutes
     python benchmarks/read_recording.py
 
-The recording has the variables of a ViT with a class token, and maps of 4 images at 14 x 14. The library's store writes
-random numbers as those of a training, one mark at a time.
+The recording has the variables of a ViT with a class token, and maps of 4 images at 14 x 14. The
+library's store writes random numbers as those of a training, one mark at a time.
 """
 
 import argparse
@@ -28,9 +29,7 @@ def groups(arguments: argparse.Namespace) -> dict[str, Group]:
     """Return the groups of numbers and of maps."""
     variables = PROBES["softmax"].variables | PROBES["class-attention"].variables
     numbers = {
-        name: variable
-        for name, variable in variables.items()
-        if "image" not in variable.dims
+        name: variable for name, variable in variables.items() if "image" not in variable.dims
     }
     maps = {
         name: replace(variable, dims=tuple(d for d in variable.dims if d != "window"))

@@ -3,9 +3,9 @@
     # DeiT-S and T-ResNet50, batch 8 at 224; about 5 minutes on one core
     python benchmarks/recorded_forward.py
 
-Two equal models take turns, and each is the recorded one in half of the rounds: the place of a model in memory makes a
-difference of a hundredth, which this cancels. On the CPU the processor time is measured, so that other load on the
-machine does not count.
+Two equal models take turns, and each is the recorded one in half of the rounds: the place of a
+model in memory makes a difference of a hundredth, which this cancels. On the CPU the processor time
+is measured, so that other load on the machine does not count.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def forward(model: nn.Module, images: Tensor) -> float:
 def ratios(
     recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int, **options: Any
 ) -> list[float]:
-    """Return the ratio, in each round, of the time of the recorded model to that of the plain model.
+    """Return the ratio, in each round, of the time of the recorded model to that of the plain
+    model.
 
     Args:
         recorded, plain: Two equal models.
@@ -61,7 +62,9 @@ def ratios(
 def compare(
     model: nn.Module, images: Tensor, rounds: int, repeats: int, **options: Any
 ) -> list[float]:
-    """Return the median ratio of each repeat: the geometric mean over both roles of the two models."""
+    """Return the median ratio of each repeat: the geometric mean over both roles of the two
+    models.
+    """
     twin = copy.deepcopy(model)
     medians = []
     for _ in tqdm(range(repeats), disable=None, leave=False):
@@ -75,14 +78,10 @@ def compare(
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"]
-    )
+    parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--health", action="store_true", help='record the probe "health" too'
-    )
+    parser.add_argument("--health", action="store_true", help='record the probe "health" too')
     parser.set_defaults(rounds=8)
     return parser
 
@@ -103,8 +102,9 @@ def main() -> None:
             health=arguments.health,
         )
         print(
-            f"{name}, batch {arguments.batch}: a recorded forward takes {statistics.median(medians):.3f} times as long "
-            f"as a plain one ({min(medians):.3f} to {max(medians):.3f} in {len(medians)} repeats)"
+            f"{name}, batch {arguments.batch}: a recorded forward takes "
+            f"{statistics.median(medians):.3f} times as long as a plain one ({min(medians):.3f} to "
+            f"{max(medians):.3f} in {len(medians)} repeats)"
         )
 
 

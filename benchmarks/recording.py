@@ -1,10 +1,11 @@
-"""(e) The cost of recording: a recorded forward against a plain one, and against other ways to observe attention.
+"""(e) The cost of recording: a recorded forward against a plain one, and against other ways to
+observe attention.
 
     # DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
     python benchmarks/recording.py
 
-"idle" is a training step while a recorder that waits for validation is attached. The time of mark() as the number of
-epochs grows is printed last.
+"idle" is a training step while a recorder that waits for validation is attached. The time of mark()
+as the number of epochs grows is printed last.
 """
 
 import argparse
@@ -58,10 +59,9 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             )
         result[f"{name}, forward"] = ways
         result[f"{name}, training"] = {
-            # Each step has a copy, as training changes the running statistics of batch norms in place.
-            "step": lambda model=model: _training(
-                copy.deepcopy(model), x, record=False
-            ),
+            # Each step has a copy, as training changes the running statistics of batch norms in
+            # place.
+            "step": lambda model=model: _training(copy.deepcopy(model), x, record=False),
             "step, recorder idle": lambda model=model: _training(
                 copy.deepcopy(model), x, record=True
             ),
@@ -69,13 +69,9 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     return result
 
 
-def _model(
-    name: str, arguments: argparse.Namespace, *, fused: bool = True
-) -> nn.Module:
+def _model(name: str, arguments: argparse.Namespace, *, fused: bool = True) -> nn.Module:
     # ViTs are built for one image size, ResNets take any.
-    options = (
-        {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
-    )
+    options = {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
     # timm's layers read the switch when they are made.
     set_fused_attn(fused)
     try:
@@ -98,7 +94,9 @@ def _recorded(model: nn.Module, x: torch.Tensor) -> contest.Step:
 
 
 def _keeping(recorder: tcnn_probe.Recorder, step: contest.Step) -> contest.Step:
-    """Return a step that keeps the recorder, as one that nothing refers to is released from its model."""
+    """Return a step that keeps the recorder, as one that nothing refers to is released from its
+    model.
+    """
 
     def recorded(recorder: tcnn_probe.Recorder = recorder) -> None:
         step()
@@ -106,9 +104,7 @@ def _keeping(recorder: tcnn_probe.Recorder, step: contest.Step) -> contest.Step:
     return recorded
 
 
-def _hooked(
-    model: nn.Module, x: torch.Tensor, hook: Callable[..., None]
-) -> contest.Step:
+def _hooked(model: nn.Module, x: torch.Tensor, hook: Callable[..., None]) -> contest.Step:
     model = copy.deepcopy(model)
     # Every module has a hook, as in a tool that does not know where attention is computed.
     for module in model.modules():
@@ -121,13 +117,13 @@ def _nothing(*_: object) -> None:
 
 
 def _kept(model: nn.Module, x: torch.Tensor) -> contest.Step:
-    """Keep the attention of every layer, as a matrix, until the forward has ended, as nnsight does."""
+    """Keep the attention of every layer, as a matrix, until the forward has ended, as nnsight
+    does.
+    """
     attentions: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith("attn_drop"):
-            module.register_forward_hook(
-                lambda module, args, output: attentions.append(output)
-            )
+            module.register_forward_hook(lambda module, args, output: attentions.append(output))
 
     @torch.inference_mode()
     def step() -> None:
@@ -157,16 +153,20 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 
 
 def marking(epochs: int) -> None:
-    """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the epochs."""
+    """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the
+    epochs.
+    """
     model = timm.create_model(
-        # With a single patch and one channel per head, the forward between two marks costs next to nothing.
+        # With a single patch and one channel per head, the forward between two marks costs next to
+        # nothing.
         "vit_tiny_patch16_224",
         img_size=16,
         num_heads=6,
         embed_dim=6,
     ).eval()
     print(
-        "\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs"
+        "\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last "
+        "tenth of the epochs"
     )
     with tempfile.TemporaryDirectory() as folder:
         for place, store in (
@@ -192,9 +192,7 @@ def marking(epochs: int) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"]
-    )
+    parser.add_argument("--models", nargs="+", default=["deit_small_patch16_224", "t_resnet50"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, help="side of the images, if not 224")
     parser.add_argument("--epochs", type=int, default=1000, help="epochs to mark")

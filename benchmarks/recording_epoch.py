@@ -1,10 +1,12 @@
-"""(h) The cost of recording a whole epoch with ImageNet's proportions: 25.6 training images per validation image.
+"""(h) The cost of recording a whole epoch with ImageNet's proportions: 25.6 training images per
+validation image.
 
     python benchmarks/recording_epoch.py       T-ResNet50 at 224; about 5 minutes on one core
 
-Two copies of a model, the second recorded to disk, take turns: a training step with AdamW, and a validation batch of
-the same number of images. An epoch has 25.6 training steps for each validation batch. On the CPU the processor time is
-measured, so that other load on the machine does not count. mark() is called once per epoch; its time is printed too.
+Two copies of a model, the second recorded to disk, take turns: a training step with AdamW, and a
+validation batch of the same number of images. An epoch has 25.6 training steps for each validation
+batch. On the CPU the processor time is measured, so that other load on the machine does not count.
+mark() is called once per epoch; its time is printed too.
 """
 
 import argparse
@@ -46,9 +48,7 @@ class Training:
 
     def step(self) -> float:
         """Train on a batch and return the seconds."""
-        labels = torch.zeros(
-            len(self._images), dtype=torch.long, device=self._images.device
-        )
+        labels = torch.zeros(len(self._images), dtype=torch.long, device=self._images.device)
         start = self._clock()
         self._optimizer.zero_grad()
         F.cross_entropy(self._model.train()(self._images), labels).backward()
@@ -79,8 +79,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> tuple[np.ndarray, fl
     """Measure plain and recorded training.
 
     Returns:
-        Seconds of (step, validation batch) x (plain, recorded) in each round, shape (rounds, 2, 2), and the median
-        seconds of a mark.
+        Seconds of (step, validation batch) x (plain, recorded) in each round, shape (rounds, 2, 2),
+        and the median seconds of a mark.
     """
     torch.manual_seed(0)
     model = timm.create_model(arguments.model).to(arguments.device)
@@ -103,7 +103,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> tuple[np.ndarray, fl
 
 
 def longer(seconds: np.ndarray) -> float:
-    """Return the share by which an epoch is longer, with 25.6 steps per validation batch, from median ratios."""
+    """Return the share by which an epoch is longer, with 25.6 steps per validation batch, from
+    median ratios.
+    """
     times = np.array([PROPORTION, 1]) * np.median(seconds[:, :, 0], axis=0)
     ratios = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)
     return float(times @ ratios / times.sum() - 1)
@@ -128,15 +130,15 @@ def main() -> None:
     random = np.random.default_rng(0)
     # Rounds are resampled, as the four times of a round share the load on the machine.
     resampled = [
-        longer(seconds[random.integers(0, len(seconds), len(seconds))])
-        for _ in range(2000)
+        longer(seconds[random.integers(0, len(seconds), len(seconds))]) for _ in range(2000)
     ]
     low, high = np.quantile(resampled, [0.025, 0.975])
     step, validation = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)
     print(
-        f"{arguments.model} at {arguments.size}: a recorded epoch takes {longer(seconds):+.2%} longer "
-        f"[{low:+.2%}, {high:+.2%}] (95 % interval over {len(seconds)} rounds); a training step takes "
-        f"{step:.3f} of its time without a recorder, a validation batch {validation:.3f}, a mark {mark * 1e3:.0f} ms"
+        f"{arguments.model} at {arguments.size}: a recorded epoch takes {longer(seconds):+.2%} "
+        f"longer [{low:+.2%}, {high:+.2%}] (95 % interval over {len(seconds)} rounds); a training "
+        f"step takes {step:.3f} of its time without a recorder, a validation batch "
+        f"{validation:.3f}, a mark {mark * 1e3:.0f} ms"
     )
 
 

@@ -1,4 +1,5 @@
-"""(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels, forward and backward: memory linear in the tokens.
+"""(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels, forward and backward: memory
+linear in the tokens.
 
     # 14, 28, 56 and 112 squared tokens; about 4 minutes on one core
     python benchmarks/resolution.py
@@ -27,16 +28,11 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     def at(side: int) -> contest.Contest:
         x = torch.randn(1, 64, side, side, requires_grad=True, **kind)
         auto = {"auto": lambda: contest.training_step(layer, x)}
-        # At 112 x 112 tokens the attention of a dense layer, nine matrices, takes 5.7 GB in float32.
-        return (
-            {"dense": lambda: contest.training_step(dense, x), **auto}
-            if side <= 56
-            else auto
-        )
+        # At 112 x 112 tokens the attention of a dense layer, nine matrices, takes 5.7 GB in
+        # float32.
+        return {"dense": lambda: contest.training_step(dense, x), **auto} if side <= 56 else auto
 
-    return {
-        f"{side} x {side} = {side * side} tokens": at(side) for side in arguments.sides
-    }
+    return {f"{side} x {side} = {side * side} tokens": at(side) for side in arguments.sides}
 
 
 def parser() -> argparse.ArgumentParser:

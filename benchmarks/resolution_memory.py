@@ -3,11 +3,12 @@
     # 224 to 768 pixels squared, one image; some minutes on one core
     python benchmarks/resolution_memory.py
 
-The first table shows the memory that a forward adds, at its peak, to the memory in use before it (the weights), and the
-exponent with which it grows with the area of the image: 1 is linear, 2 quadratic. PatchConvNet should show 1. The
-second table shows it per area. The paper's ViTs predate fused attention; torch's fused attention, also on the CPU,
-keeps no N x N matrix, so ViT-S is listed twice. ``--training`` measures forward and backward, with the gradients of the
-weights, which do not grow; ``--figure PATH`` draws the figure.
+The first table shows the memory that a forward adds, at its peak, to the memory in use before it
+(the weights), and the exponent with which it grows with the area of the image: 1 is linear, 2
+quadratic. PatchConvNet should show 1. The second table shows it per area. The paper's ViTs predate
+fused attention; torch's fused attention, also on the CPU, keeps no N x N matrix, so ViT-S is listed
+twice. ``--training`` measures forward and backward, with the gradients of the weights, which do not
+grow; ``--figure PATH`` draws the figure.
 """
 
 import argparse
@@ -40,8 +41,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         return lambda: _step(label, size, arguments)
 
     return {
-        str(size): {label: prepare(label, size) for label in MODELS}
-        for size in arguments.sizes
+        str(size): {label: prepare(label, size) for label in MODELS} for size in arguments.sizes
     }
 
 
@@ -73,15 +73,11 @@ def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
     return train if arguments.training else forward
 
 
-def report(
-    arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]
-) -> None:
+def report(arguments: argparse.Namespace, contests: Mapping[str, contest.Contest]) -> None:
     """Print the tables, and draw the figure with ``--figure``."""
     peaks = contest.memory(contests)
     sizes = arguments.sizes
-    curves = {
-        label: [peaks[str(size)][label] / 2**20 for size in sizes] for label in MODELS
-    }
+    curves = {label: [peaks[str(size)][label] / 2**20 for size in sizes] for label in MODELS}
     header = (
         "",
         *(f"{size} x {size}" for size in sizes),
@@ -112,34 +108,26 @@ def report(
 
 
 def _growth(sizes: list[int], curve: list[float]) -> tuple[str, str, str]:
-    """Return the exponent of memory in the area, over all sizes and between neighbours, and R^2 of a line."""
+    """Return the exponent of memory in the area, over all sizes and between neighbours, and R^2 of
+    a line.
+    """
 
     def exponent(first: int, last: int) -> float:
-        return math.log(curve[last] / curve[first]) / math.log(
-            (sizes[last] / sizes[first]) ** 2
-        )
+        return math.log(curve[last] / curve[first]) / math.log((sizes[last] / sizes[first]) ** 2)
 
     steps = [exponent(i, j) for i, j in pairwise(range(len(sizes)))]
     areas = torch.tensor(sizes, dtype=torch.float64) ** 2
     r2 = (
-        float(
-            torch.corrcoef(
-                torch.stack([areas, torch.tensor(curve, dtype=torch.float64)])
-            )[0, 1]
-        )
+        float(torch.corrcoef(torch.stack([areas, torch.tensor(curve, dtype=torch.float64)]))[0, 1])
         ** 2
     )
     return f"{exponent(0, -1):.2f}", f"{min(steps):.2f} - {max(steps):.2f}", f"{r2:.4f}"
 
 
-def draw(
-    sizes: list[int], curves: Mapping[str, list[float]], training: bool
-) -> plt.Figure:
+def draw(sizes: list[int], curves: Mapping[str, list[float]], training: bool) -> plt.Figure:
     """Draw peak memory in MiB against image size, a line per model."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for (label, curve), style in zip(
-        curves.items(), ("o-", "s-", "d--", "^-", "v-"), strict=True
-    ):
+    for (label, curve), style in zip(curves.items(), ("o-", "s-", "d--", "^-", "v-"), strict=True):
         # T-ResNet-50 is dashed, as its line meets that of ResNet-50.
         axes.plot(sizes, curve, style, label=label)
     axes.set(
@@ -150,9 +138,7 @@ def draw(
     )
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
-    axes.set_title(
-        "One step of training" if training else "One forward, without the weights"
-    )
+    axes.set_title("One step of training" if training else "One forward, without the weights")
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
@@ -161,9 +147,7 @@ def draw(
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = contest.options(__doc__)
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[224, 288, 384, 512, 640, 768]
-    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 288, 384, 512, 640, 768])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--training", action="store_true", help="forward and backward")
     parser.add_argument("--figure", type=Path, help="file of the figure")

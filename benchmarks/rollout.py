@@ -3,8 +3,8 @@
     # ViT-S/16 at 512 and 1,024 pixels; about 5 minutes on one core
     python benchmarks/rollout.py
 
-"matrices multiplied" is rollout as it is usually written: the means over heads of all layers, N x N, one after the
-other, of which the class token's row is read.
+"matrices multiplied" is rollout as it is usually written: the means over heads of all layers, N x
+N, one after the other, of which the class token's row is read.
 """
 
 import argparse
@@ -34,9 +34,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             "tcnn_probe's rollout": lambda model=model, x=image, target=target: (
                 lambda: rollout(model, x, target)
             ),
-            "matrices multiplied": lambda model=model, x=image: (
-                lambda: _multiplied(model, x)
-            ),
+            "matrices multiplied": lambda model=model, x=image: lambda: _multiplied(model, x),
         }
     return result
 

@@ -2,9 +2,9 @@
 
     python benchmarks/statistics_floor.py      DeiT-S, batch 8 at 224; about 3 minutes on one core
 
-The floor is written in plain lines, for one attention: the products of queries and keys, the exponential and the sums
-that entropy, distance, class attention and the anatomy of heads need. Plain forwards, recorded ones and floors take
-turns.
+The floor is written in plain lines, for one attention: the products of queries and keys, the
+exponential and the sums that entropy, distance, class attention and the anatomy of heads need.
+Plain forwards, recorded ones and floors take turns.
 """
 
 import random
@@ -65,7 +65,9 @@ def turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> np.ndarray:
 
 
 def costs(measured: np.ndarray) -> tuple[float, float, float]:
-    """Return the floor and the cost in plain forwards, and the cost in floors, by medians over (rounds, 3)."""
+    """Return the floor and the cost in plain forwards, and the cost in floors, by medians over
+    (rounds, 3).
+    """
     plain, recorded, least = measured.T
     cost = np.median(recorded - plain)
     forward, least = np.median(plain), np.median(least)
@@ -79,7 +81,9 @@ def recorded_turns(
     least: Callable[[], object],
     rounds: int,
 ) -> np.ndarray:
-    """Return the seconds of a plain forward of the twin, a recorded one of the model, and the floor, in turns."""
+    """Return the seconds of a plain forward of the twin, a recorded one of the model, and the
+    floor, in turns.
+    """
     ways = {"plain": lambda: twin(images), "recorded": lambda: model(images)}
     with tcnn_probe.record(model) as recorder, torch.inference_mode():
         measured = turns(ways | {"floor": least}, rounds)
@@ -96,9 +100,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    model, twin = (
-        timm.create_model(arguments.model).eval().to(arguments.device) for _ in range(2)
-    )
+    model, twin = (timm.create_model(arguments.model).eval().to(arguments.device) for _ in range(2))
     size = model.default_cfg["input_size"]
     images = torch.randn(arguments.batch, *size, device=arguments.device)
     attention, grid = model.blocks[0].attn, model.patch_embed.grid_size
@@ -113,9 +115,7 @@ def main() -> None:
         return [floor(query, key, distances) for _ in model.blocks]
 
     roles = ((model, twin), (twin, model))
-    halves = [
-        recorded_turns(*role, images, least, arguments.rounds // 2) for role in roles
-    ]
+    halves = [recorded_turns(*role, images, least, arguments.rounds // 2) for role in roles]
     measured = np.concatenate(halves)
     in_forwards, cost, in_floors = costs(measured)
     draws = np.random.default_rng(0).integers(len(measured), size=(2000, len(measured)))
@@ -123,9 +123,10 @@ def main() -> None:
     low, high = np.quantile(drawn, [0.025, 0.975])
     plain, recorded, floors = np.mean([half.min(0) for half in halves], axis=0)
     print(
-        f"{arguments.model}, batch {arguments.batch}: a recorded forward takes {1 + cost:.3f} times as long as a plain "
-        f"one, with the floor alone {1 + in_forwards:.3f}; the cost is {in_floors:.2f} times the floor (95 % interval "
-        f"over {len(measured)} turns: {low:.2f} to {high:.2f}; by least times: {(recorded - plain) / floors:.2f})"
+        f"{arguments.model}, batch {arguments.batch}: a recorded forward takes {1 + cost:.3f} "
+        f"times as long as a plain one, with the floor alone {1 + in_forwards:.3f}; the cost is "
+        f"{in_floors:.2f} times the floor (95 % interval over {len(measured)} turns: {low:.2f} to "
+        f"{high:.2f}; by least times: {(recorded - plain) / floors:.2f})"
     )
 
 

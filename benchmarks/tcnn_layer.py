@@ -1,10 +1,11 @@
-"""(b) A T-CNN's layer, 3 x 3 and 512 channels, against a literal form of Eq. (7), with and without torch.compile.
+"""(b) A T-CNN's layer, 3 x 3 and 512 channels, against a literal form of Eq. (7), with and without
+torch.compile.
 
     # 196 and 400 tokens, the papers' sizes; about 2 minutes on one core
     python benchmarks/tcnn_layer.py
 
-The literal form is that of the paper and of ConViT's code: positional logits v_pos . r over an (N, N, 3) tensor kept
-from call to call, two softmaxes, a mixture, and a product with the values.
+The literal form is that of the paper and of ConViT's code: positional logits v_pos . r over an (N,
+N, 3) tensor kept from call to call, two softmaxes, a mixture, and a product with the values.
 """
 
 import argparse
@@ -30,9 +31,7 @@ class Literal(nn.Module):
         # Queries are the pixels of the image; keys include the pixels of its padding.
         delta = (keys[None] - keys[real][:, None]).to(layer.weight)
         # (N, (side + 2)^2, 3)
-        self.register_buffer(
-            "r", torch.cat([delta.square().sum(-1, keepdim=True), delta], -1)
-        )
+        self.register_buffer("r", torch.cat([delta.square().sum(-1, keepdim=True), delta], -1))
         self.register_buffer("real", real.nonzero()[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,13 +47,12 @@ class Literal(nn.Module):
             torch.einsum("qkr,hr->hqk", self.r, layer.position.to(x.dtype)), -1
         )
         gate = layer.gate.to(x.dtype)[:, None, None]
-        # Keys in the padding have a share of the softmax but values of 0, so that they drop out of the product.
+        # Keys in the padding have a share of the softmax but values of 0, so that they drop out of
+        # the product.
         attention = (1 - gate) * content + gate * positional[..., self.real]
         values = F.linear(tokens, layer.value)[:, None]
         gathered = (attention @ values).transpose(1, 2).flatten(2)  # (B, N, heads * C)
-        output = F.linear(
-            gathered, layer.weight.permute(0, 2, 3, 1).flatten(1), layer.bias
-        )
+        output = F.linear(gathered, layer.weight.permute(0, 2, 3, 1).flatten(1), layer.bias)
         return output.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
@@ -77,9 +75,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         literal = Literal(layer, side).to(arguments.device)
         if not arguments.child:  # a child process measures memory only
             with torch.no_grad():
-                error = float(
-                    (layer(x) - literal(x)).abs().max() / literal(x).abs().max()
-                )
+                error = float((layer(x) - literal(x)).abs().max() / literal(x).abs().max())
             print(
                 f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output"
             )

@@ -1,12 +1,14 @@
-"""Estimates of the hours and memory of the papers' trainings on today's GPUs, from counted products and bytes.
+"""Estimates of the hours and memory of the papers' trainings on today's GPUs, from counted products
+and bytes.
 
     python benchmarks/training_budget.py
 
-Nothing is trained, and models are on the meta device, so that it takes about a minute. Hours = 6 x multiply-adds x
-images x epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward needs twice the products of
-the forward. Peaks are those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory
-= 16 bytes per parameter (weight, gradient and two moments in float32) + bytes that autograd saves in an image's forward
-in bfloat16 x images per GPU.
+Nothing is trained, and models are on the meta device, so that it takes about a minute. Hours = 6 x
+multiply-adds x images x epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the
+backward needs twice the products of the forward. Peaks are those of dense bfloat16 products in the
+vendors' data sheets. The utilisation is ASSUMED. Memory = 16 bytes per parameter (weight, gradient
+and two moments in float32) + bytes that autograd saves in an image's forward in bfloat16 x images
+per GPU.
 """
 
 import argparse
@@ -41,15 +43,17 @@ def model_on_paper(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-def hours(
-    multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float
-) -> float:
-    """Estimate the hours on a single GPU, with a forward and a backward of each image in each epoch."""
+def hours(multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float) -> float:
+    """Estimate the hours on a single GPU, with a forward and a backward of each image in each
+    epoch.
+    """
     return 3 * 2 * multiply_adds * images * epochs / (peak * utilisation) / 3600
 
 
 def kept_bytes(model: nn.Module, size: int) -> int:
-    """Count the bytes that autograd saves in an image's training forward, in 16 bits and without the parameters."""
+    """Count the bytes that autograd saves in an image's training forward, in 16 bits and without
+    the parameters.
+    """
     parameters = {parameter.untyped_storage() for parameter in model.parameters()}
     storages = set()
 
@@ -61,9 +65,7 @@ def kept_bytes(model: nn.Module, size: int) -> int:
     images = torch.randn(2, 3, size, size, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train()(images)
-    return (
-        sum(storage.nbytes() for storage in storages - parameters) // 2 // len(images)
-    )
+    return sum(storage.nbytes() for storage in storages - parameters) // 2 // len(images)
 
 
 def main() -> None:
@@ -84,17 +86,13 @@ def main() -> None:
         settings = recipe_settings(recipe, name)
         size, epochs = settings.get("img_size", 224), settings["epochs"]
         model = model_on_paper(name)
-        cost = evaluation.cost(
-            model, size, batch_size=1, rounds=1, progress=False
-        ).isel(model=0)
+        cost = evaluation.cost(model, size, batch_size=1, rounds=1, progress=False).isel(model=0)
         adds, parameters = float(cost.multiply_adds), float(cost.parameters)
         times = [
-            hours(adds, IMAGES[data], epochs, peak, arguments.utilisation)
-            for peak in PEAK.values()
+            hours(adds, IMAGES[data], epochs, peak, arguments.utilisation) for peak in PEAK.values()
         ]
         memory = (
-            16 * parameters
-            + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus
+            16 * parameters + kept_bytes(model, size) * settings["paper_batch"] / arguments.gpus
         ) / 2**30
         hours_per_gpu = [f"{time / arguments.gpus:.2g}" for time in times]
         rows.append(
@@ -121,9 +119,7 @@ def main() -> None:
         ),
         rows,
     )
-    print(
-        f"\nESTIMATES, at {arguments.utilisation:.0%} of the peak; nothing was trained"
-    )
+    print(f"\nESTIMATES, at {arguments.utilisation:.0%} of the peak; nothing was trained")
 
 
 if __name__ == "__main__":

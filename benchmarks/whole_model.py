@@ -2,8 +2,8 @@
 
     python benchmarks/whole_model.py           batch 4 at 224; about 3 minutes on one core
 
-"keep" leaves the last stage's stride, and "unit" (the papers') takes it out: that stage then has four times the tokens.
-For comparison there is a ResNet50 whose last stage is un-strided too.
+"keep" leaves the last stage's stride, and "unit" (the papers') takes it out: that stage then has
+four times the tokens. For comparison there is a ResNet50 whose last stage is un-strided too.
 """
 
 import argparse
@@ -33,12 +33,14 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
     def step(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], contest.Step]:
         def prepare() -> contest.Step:
-            # The model is converted here, so that a child process, which measures memory, converts one model only.
+            # The model is converted here, so that a child process, which measures memory, converts
+            # one model only.
             model = convert(cnn).to(x)
 
             def train() -> None:
                 model(x).square().sum().backward()
-                # Gradients that are kept would count as in use before the next step, and not as part of its peak.
+                # Gradients that are kept would count as in use before the next step, and not as
+                # part of its peak.
                 model.zero_grad()
 
             return train
@@ -48,9 +50,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     return {
         f"{arguments.size} x {arguments.size}": {
             "ResNet50": step(copy.deepcopy),
-            "T-ResNet50, keep": step(
-                lambda model: reparameterize(model, stride="keep")
-            ),
+            "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
             "ResNet50, last stage un-strided": step(unstride),
             "T-ResNet50, unit": step(reparameterize),
         }

@@ -1,34 +1,38 @@
-"""LayerScale, the class token and ResMLP, ablated in small (Touvron's thesis, Tables 3.12, 3.13 and 4.3).
+"""LayerScale, the class token and ResMLP, ablated in small (Touvron's thesis, Tables 3.12, 3.13 and
+4.3).
 
     python studies/ablations.py
 
 Takes about 5 minutes on one CPU core.
 
-What one should see (ablations.png): a ResMLP whose patches do not communicate is far less accurate than one with a
-matrix between them, as in the thesis (56.5 % in place of 76.6 % on ImageNet). Differences between the other variants,
-2 % and less in the thesis, are mostly below what so few trainings on digits can tell; they are printed with intervals,
-and some have the opposite sign.
+What one should see (ablations.png): a ResMLP whose patches do not communicate is far less accurate
+than one with a matrix between them, as in the thesis (56.5 % in place of 76.6 % on ImageNet).
+Differences between the other variants, 2 % and less in the thesis, are mostly below what so few
+trainings on digits can tell; they are printed with intervals, and some have the opposite sign.
 
-How: small networks of four blocks learn handwritten digits of 8 x 8 pixels in the same way, each with several seeds.
-The first variant of each table is what the others are compared with, seed by seed.
+How: small networks of four blocks learn handwritten digits of 8 x 8 pixels in the same way, each
+with several seeds. The first variant of each table is what the others are compared with, seed by
+seed.
 
-LayerScale (Sec. 3.5.3), in a vision transformer without class token: weights that begin at 0.1, none at all, weights
-that begin at 0, weights drawn evenly from 0 to 0.2, one weight for all channels of a branch, and weights that were
-trained before and are not trained again.
+LayerScale (Sec. 3.5.3), in a vision transformer without class token: weights that begin at 0.1,
+none at all, weights that begin at 0, weights drawn evenly from 0 to 0.2, one weight for all
+channels of a branch, and weights that were trained before and are not trained again.
 
-Class token (Sec. 3.6): it enters before the first block, as in ViT, before the third or the last; there is none, and
-patches are averaged; or the last block is one of class attention, which leaves the patches unchanged (CaiT).
+Class token (Sec. 3.6): it enters before the first block, as in ViT, before the third or the last;
+there is none, and patches are averaged; or the last block is one of class attention, which leaves
+the patches unchanged (CaiT).
 
-ResMLP (Sec. 4.3): the layer between patches is a matrix, nothing, an MLP, or a 3 x 3 convolution, also depth-wise or
-depth-separable; LayerNorm in place of affine layers; and, in place of the average of the patches, two layers of a class
-token that aggregate them by learned weights (class-MLP, built here from the paragraph in Sec. 4.2).
+ResMLP (Sec. 4.3): the layer between patches is a matrix, nothing, an MLP, or a 3 x 3 convolution,
+also depth-wise or depth-separable; LayerNorm in place of affine layers; and, in place of the
+average of the patches, two layers of a class token that aggregate them by learned weights
+(class-MLP, built here from the paragraph in Sec. 4.2).
 
 Writes into results/:
 ablations.png     accuracy of each variant, a point for each seed and the mean
 ablations.zarr    accuracy by (variant, seed): xarray.open_zarr
 
-It ends by checking that the networks learned, and that a ResMLP whose patches communicate is more accurate than one
-whose patches do not.
+It ends by checking that the networks learned, and that a ResMLP whose patches communicate is more
+accurate than one whose patches do not.
 """
 
 import argparse
@@ -101,9 +105,7 @@ def measure_seed(seed: int, epochs: int) -> xr.Dataset:
             fit(models[name], epochs, seed)
     values = [accuracy(decisions(model)) for model in models.values()]
     names = np.array(list(models), object)
-    return xr.Dataset(
-        {"top1": (("seed", "variant"), [values])}, {"variant": names, "seed": [seed]}
-    )
+    return xr.Dataset({"top1": (("seed", "variant"), [values])}, {"variant": names, "seed": [seed]})
 
 
 def scaled_vit(
@@ -123,9 +125,7 @@ def scaled_vit(
     """
     pool = {"class_token": False, "global_pool": "avg"}
     model = widened(
-        VisionTransformer(
-            **SHAPE, **pool, depth=DEPTH, num_heads=HEADS, init_values=epsilon
-        )
+        VisionTransformer(**SHAPE, **pool, depth=DEPTH, num_heads=HEADS, init_values=epsilon)
     )
     for layer in layer_scales(model):
         if scalar:
@@ -141,7 +141,9 @@ def layer_scales(model: nn.Module) -> list[nn.Module]:
 
 
 def with_trained_scales(models: Models) -> nn.Module:
-    """Return a new transformer whose LayerScale is frozen at the weights that another transformer learned."""
+    """Return a new transformer whose LayerScale is frozen at the weights that another transformer
+    learned.
+    """
     model = scaled_vit(models)
     trained = layer_scales(models[SCALED])
     for layer, source in zip(layer_scales(model), trained, strict=True):
@@ -154,8 +156,8 @@ class LateTokenViT(VisionTransformer):
 
     Args:
         entry: Number of blocks before the class token.
-        class_attention: Whether later blocks leave the patches unchanged (class attention of CaiT, with LayerScale
-            that begins at 1).
+        class_attention: Whether later blocks leave the patches unchanged (class attention of CaiT,
+            with LayerScale that begins at 1).
     """
 
     def __init__(self, entry: int, *, class_attention: bool = False) -> None:
@@ -185,17 +187,17 @@ class LateTokenViT(VisionTransformer):
         return self.forward_head(self.norm(x))
 
 
-def late_token(
-    models: Models, entry: int, *, class_attention: bool = False
-) -> nn.Module:
+def late_token(models: Models, entry: int, *, class_attention: bool = False) -> nn.Module:
     """Return a vision transformer whose class token enters after ``entry`` blocks."""
     return widened(LateTokenViT(entry, class_attention=class_attention))
 
 
 class ClassMLPBlock(nn.Module):
-    """Layer of class-MLP: a weighted sum of all tokens is added to the class token, and then the output of an MLP.
+    """Layer of class-MLP: a weighted sum of all tokens is added to the class token, and then the
+    output of an MLP.
 
-    Class attention weighs tokens by their content; here the weights are learned, and the same for every image.
+    Class attention weighs tokens by their content; here the weights are learned, and the same for
+    every image.
     """
 
     def __init__(self, dim: int, tokens: int) -> None:
@@ -204,9 +206,7 @@ class ClassMLPBlock(nn.Module):
         self.aggregate = nn.Linear(tokens, 1)
         self.project = nn.Linear(dim, dim)
         hidden = 4 * dim
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
     def forward(self, patches: Tensor, token: Tensor) -> Tensor:
         """Return the token after the layer: (B, N, D) and (B, 1, D) -> (B, 1, D)."""
@@ -251,15 +251,18 @@ def resmlp(
 
     Args:
         models: Networks that were trained before, which are not used.
-        between: Function that makes a layer between patches, (B, D, N) -> (B, D, N); None for a matrix.
+        between: Function that makes a layer between patches, (B, D, N) -> (B, D, N); None for a
+            matrix.
         class_mlp: Whether a class token takes the place of the average.
-        norm: Layer at the beginning of each branch and after the last block, made from a number of channels.
+        norm: Layer at the beginning of each branch and after the last block, made from a number of
+            channels.
     """
     model = MlpMixer(
         **SHAPE,
         num_blocks=DEPTH,
         mlp_ratio=4,
-        # LayerScale begins at 1, so that branches count in full from the start of so short a training.
+        # LayerScale begins at 1, so that branches count in full from the start of so short a
+        # training.
         block_layer=partial(ResBlock, init_values=1.0),
         norm_layer=norm,
     )
@@ -277,7 +280,9 @@ def resmlp(
 
 
 def mlp_between() -> nn.Module:
-    """Return an MLP between patches, whose hidden layer is four times as wide, as in that on channels."""
+    """Return an MLP between patches, whose hidden layer is four times as wide, as in that on
+    channels.
+    """
     patches = GRID**2
     return nn.Sequential(
         nn.Linear(patches, 4 * patches), nn.GELU(), nn.Linear(4 * patches, patches)
@@ -289,7 +294,8 @@ def convolution(groups: int, *, pointwise: bool = False) -> nn.Module:
 
     Args:
         groups: Groups of channels; as many as channels for a depth-wise convolution.
-        pointwise: Whether a 1 x 1 convolution follows, which makes a depth-wise convolution depth-separable.
+        pointwise: Whether a 1 x 1 convolution follows, which makes a depth-wise convolution
+            depth-separable.
     """
     dim = SHAPE["embed_dim"]
     return nn.Sequential(
@@ -324,9 +330,7 @@ TABLES: dict[str, dict[str, Callable[[Models], nn.Module]]] = {
         SEPARATE: partial(resmlp, between=NoCommunication),
         "an MLP": partial(resmlp, between=mlp_between),
         "3 x 3 convolution": partial(resmlp, between=partial(convolution, 1)),
-        "the same, depth-wise": partial(
-            resmlp, between=partial(convolution, SHAPE["embed_dim"])
-        ),
+        "the same, depth-wise": partial(resmlp, between=partial(convolution, SHAPE["embed_dim"])),
         "the same, depth-separable": partial(
             resmlp,
             between=partial(convolution, SHAPE["embed_dim"], pointwise=True),
@@ -357,7 +361,9 @@ def draw(top1: xr.DataArray) -> Figure:
 
 
 def table(top1: xr.DataArray) -> str:
-    """Return accuracies, and differences from the first variant of each table with 95 % intervals over seeds."""
+    """Return accuracies, and differences from the first variant of each table with 95 % intervals
+    over seeds.
+    """
     lines = []
     for title, (first, *variants) in TABLES.items():
         reference = top1.sel(variant=first)
@@ -380,12 +386,11 @@ def check(top1: xr.DataArray) -> bool:
     has_learned = all_learned(
         (str(name), float(worst.sel(variant=name))) for name in worst.variant.values
     )
-    matrix, nothing = (
-        float(top1.sel(variant=name).mean()) for name in (MATRIX, SEPARATE)
-    )
+    matrix, nothing = (float(top1.sel(variant=name).mean()) for name in (MATRIX, SEPARATE))
     verdict = "more" if matrix > nothing else "NOT more"
     print(
-        f"check: a ResMLP is {verdict} accurate if its patches communicate: {matrix:.3f}, without {nothing:.3f}"
+        f"check: a ResMLP is {verdict} accurate if its patches communicate: {matrix:.3f}, without "
+        f"{nothing:.3f}"
     )
     return has_learned and matrix > nothing
 
@@ -394,12 +399,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--epochs", type=from_least(1), help="epochs of each network (default: 6)"
-    )
-    group.add_argument(
-        "--seeds", type=from_least(1), help="trainings of each network (default: 5)"
-    )
+    group.add_argument("--epochs", type=from_least(1), help="epochs of each network (default: 6)")
+    group.add_argument("--seeds", type=from_least(1), help="trainings of each network (default: 5)")
     add_seed(group, small="1 seed, 2 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "ablations")

@@ -4,21 +4,24 @@ r"""Gain and cost of attention in several architectures (T-CNN paper, Table 5 an
 
 Takes about 8 minutes on one CPU core.
 
-What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
-over the CNN are the sum of three effects: longer training, the last stage's doubled grid, and attention. The two
-controls tell them apart: the CNN that is trained further, and the CNN whose last stage has lost its stride
-(``unstride``) but has no attention.
+What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one
+recipe. The paper's gains over the CNN are the sum of three effects: longer training, the last
+stage's doubled grid, and attention. The two controls tell them apart: the CNN that is trained
+further, and the CNN whose last stage has lost its stride (``unstride``) but has no attention.
 
-How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the digits these are
-small versions of the papers' architectures: ResNet, ResNet-D (pools in its shortcuts) and ResNet-RS (squeeze and
-excitation too).
+How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the
+digits these are small versions of the papers' architectures: ResNet, ResNet-D (pools in its
+shortcuts) and ResNet-RS (squeeze and excitation too).
 
 Writes into results/:
-architectures.png    A gain in accuracy over the CNN, by architecture, with standard errors over images (too wide, since
-                     all models see the same images), B gain and time of a training step, relative to the CNN
-architectures.zarr   accuracy, parameters, multiply-adds, memory and speed, by (architecture, model): xarray.open_zarr
+architectures.png    A gain in accuracy over the CNN, by architecture, with standard errors over
+                     images (too wide, since all models see the same images), B gain and time of a
+                     training step, relative to the CNN
+architectures.zarr   accuracy, parameters, multiply-adds, memory and speed, by (architecture,
+                     model): xarray.open_zarr
 
-It ends by checking that all models learned, and that T-CNNs need more multiply-adds than their CNNs.
+It ends by checking that all models learned, and that T-CNNs need more multiply-adds than their
+CNNs.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -84,31 +87,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line for one architecture: a small one for the digits, or one of timm's."""
+    """Return the command line for one architecture: a small one for the digits, or one of
+    timm's.
+    """
     is_small = name in SMALL_RESNETS and args.data == "digits"
     option = "small_resnet" if is_small else "model"
     return argparse.Namespace(**{**vars(args), option: name})
 
 
 def measure(study: Study, name: str) -> xr.Dataset:
-    """Return accuracy and cost of the CNN and of the three models fine-tuned from it, (architecture, model)."""
+    """Return accuracy and cost of the CNN and of the three models fine-tuned from it,
+    (architecture, model).
+    """
     slug = name.lower().replace(" ", "-")
     cnn = study.cnn
     study.train_cnn(f"cnn={slug}", f"training the {name}")
 
-    # They show the effect of longer training, that of the finer grid besides, and that of attention besides.
+    # They show the effect of longer training, that of the finer grid besides, and that of attention
+    # besides.
     torch.manual_seed(study.args.seed)
     control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
     runs = {
         CONTROL: study.finetune(control, f"control={slug}", f"{name}: {CONTROL}"),
-        UNSTRIDED: study.finetune(
-            unstrided, f"unstrided={slug}", f"{name}: {UNSTRIDED}"
-        ),
+        UNSTRIDED: study.finetune(unstrided, f"unstrided={slug}", f"{name}: {UNSTRIDED}"),
         TCNN: study.finetune(tcnn, f"tcnn={slug}", f"{name}: {TCNN}"),
     }
-    top1 = {
-        model: [result.top1 for result in results] for model, results in runs.items()
-    }
+    top1 = {model: [result.top1 for result in results] for model, results in runs.items()}
 
     models = {CNN: cnn, CONTROL: control, UNSTRIDED: unstrided, TCNN: tcnn}
     image, _ = study.validation[0]
@@ -180,7 +184,9 @@ def draw(scores: xr.Dataset) -> Figure:
 
 
 def relative(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
+    """Return gain in accuracy over the CNN that the fine-tuning began with, and time of a step
+    relative to it.
+    """
     speed = scores.training_images_per_second
     return scores.top1 - scores.top1.sel(model=CNN), speed.sel(model=CNN) / speed
 
@@ -191,7 +197,8 @@ def table(scores: xr.Dataset) -> str:
     # Standard error of a share, which is largest at 1/2.
     error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\naccuracy on {int(scores.images)} validation images (one seed; a standard error is at most {error:.3f})"
+        f"\naccuracy on {int(scores.images)} validation images (one seed; a standard error is at "
+        f"most {error:.3f})"
     ]
     columns = {
         "top-1": scores.top1,

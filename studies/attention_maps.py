@@ -2,30 +2,34 @@ r"""Attention maps of the heads of GPSA layers, from one query pixel (T-CNN pape
 
     python studies/attention_maps.py
 
-Takes about a minute on one CPU core. The weights of every epoch are kept, so that the maps of any of them, for any
-query pixel and any images, can be drawn again in seconds, without training:
+Takes about a minute on one CPU core. The weights of every epoch are kept, so that the maps of any
+of them, for any query pixel and any images, can be drawn again in seconds, without training:
 
     python studies/attention_maps.py --resume --epoch 0 6 --query 20,40
     python studies/attention_maps.py --resume --image my_digit.png another.jpg
 
-What one should see (attention_maps.png): at epoch 0 each head looks most at the pixel of its own kernel tap, next to
-the query. At the end the heads of the first layer still do, with gates near 1. The lower a gate is, the fainter is the
-tap, and the more evenly the head looks at the rest of the image. The study prints how far maps differ between two
-images: after so short a training not at all in the first layers, and by a small share of the attention in the last.
+What one should see (attention_maps.png): at epoch 0 each head looks most at the pixel of its own
+kernel tap, next to the query. At the end the heads of the first layer still do, with gates near 1.
+The lower a gate is, the fainter is the tap, and the more evenly the head looks at the rest of the
+image. The study prints how far maps differ between two images: after so short a training not at all
+in the first layers, and by a small share of the attention in the last.
 
-How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is reparameterized as gated positional
-self-attention (GPSA) and fine-tuned.
+How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is reparameterized
+as gated positional self-attention (GPSA) and fine-tuned.
 
 Writes into results/:
-attention_maps.png              for each epoch and image that was asked for: the image with its query pixel boxed, and a
-                                row of maps for each layer, one for each head, sigma(lambda) above it
-attention_maps.zarr             what is drawn: maps (epoch, image, layer, head, y, x), the share of attention that falls
-                                on zero padding (``outside``; with it a map sums to one), gates, and the query
+attention_maps.png              for each epoch and image that was asked for: the image with its
+                                query pixel boxed, and a row of maps for each layer, one for each
+                                head, sigma(lambda) above it
+attention_maps.zarr             what is drawn: maps (epoch, image, layer, head, y, x), the share of
+                                attention that falls on zero padding (``outside``; with it a map
+                                sums to one), gates, and the query
 attention_maps_recording.zarr   the recording of every epoch by tcnn_probe
-attention_maps_checkpoints/     weights of every epoch, tcnn-0000.pt and so on, each as large as the model
+attention_maps_checkpoints/     weights of every epoch, tcnn-0000.pt and so on, each as large as the
+                                model
 
-It ends by checking that every head peaks at its tap at epoch 0, and that at the end the maps of the half of the heads
-with lower gates have fainter peaks than those of the other half.
+It ends by checking that every head peaks at its tap at epoch 0, and that at the end the maps of the
+half of the heads with lower gates have fainter peaks than those of the other half.
 
 On your own model and images, as the papers did on ImageNet with a GPU:
 
@@ -67,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("attention_maps", args, stages=2, later=later)
     images, names = open_or_pick_images(args, study)
 
-    # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch are kept.
+    # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch
+    # are kept.
     if not weights_file(study, args.epochs).exists():
         study.train_cnn()
         torch.manual_seed(args.seed)  # for the new queries and keys
@@ -79,7 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
                 recorder.mark(if_marked="skip", **asdict(result))
                 save_weights(tcnn, weights_file(study, result.epoch))
 
-    # Look through the heads of the epochs that are asked for; the check needs the first and the last.
+    # Look through the heads of the epochs that are asked for; the check needs the first and the
+    # last.
     tcnn = reparameterize(study.cnn).to(args.device)
     by_epoch = []
     for epoch in sorted({0, *args.epoch, args.epochs}):
@@ -110,10 +116,10 @@ def save_weights(model: nn.Module, file: Path) -> None:
         os.replace(partial, file)
 
 
-def open_or_pick_images(
-    args: argparse.Namespace, study: Study
-) -> tuple[Tensor, list[str]]:
-    """Return the images whose attention is drawn, and their names: the user's files, or validation images."""
+def open_or_pick_images(args: argparse.Namespace, study: Study) -> tuple[Tensor, list[str]]:
+    """Return the images whose attention is drawn, and their names: the user's files, or validation
+    images.
+    """
     dataset = study.validation
     if args.image:
         names = [Path(file).name for file in args.image]
@@ -154,14 +160,10 @@ def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.D
     for name, (units, description) in about.items():
         maps[name].attrs = {"units": units, "description": description}
     maps = maps.assign_coords(name=("image", np.array(names, dtype=object)))
-    return maps.assign_attrs(
-        query_y=query[0], query_x=query[1], query="of the images, in pixels"
-    )
+    return maps.assign_attrs(query_y=query[0], query_x=query[1], query="of the images, in pixels")
 
 
-def draw(
-    maps: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
-) -> Figure:
+def draw(maps: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]) -> Figure:
     """Draw one grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
     # Layers with many heads take several lines.
@@ -189,13 +191,12 @@ def draw(
 
 
 def differences_between_images(maps: xr.Dataset) -> xr.DataArray:
-    """Return the total variation distance of a head's maps of two images, mean over pairs of images, (layer, head)."""
+    """Return the total variation distance of a head's maps of two images, mean over pairs of
+    images, (layer, head).
+    """
     last = maps.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
-    moved = [
-        abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2
-        for i, j in pairs
-    ]
+    moved = [abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2 for i, j in pairs]
     return sum(moved) / len(pairs)
 
 
@@ -205,7 +206,9 @@ def peaks(maps: xr.Dataset) -> xr.DataArray:
 
 
 def head_table(maps: xr.Dataset) -> str:
-    """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as a table."""
+    """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as
+    a table.
+    """
     last = maps.isel(epoch=-1)
     parts = {"gate": last.gate, "peak": peaks(maps)}
     # One image has no other image to differ from.
@@ -213,25 +216,24 @@ def head_table(maps: xr.Dataset) -> str:
         parts["differs"] = differences_between_images(maps)
     width = max(len(str(name)) for name in last.layer.values)
     lines = [
-        f"\nafter epoch {int(last.epoch)}: gates, peaks of the maps, and how far maps differ between images (0 to 1)"
+        f"\nafter epoch {int(last.epoch)}: gates, peaks of the maps, and how far maps differ "
+        "between images (0 to 1)"
     ]
     for layer in last.layer.values:
         for name, values in parts.items():
             heads = " ".join(
-                f"{value:5.3f}"
-                for value in values.sel(layer=layer).values
-                if value == value
+                f"{value:5.3f}" for value in values.sel(layer=layer).values if value == value
             )
             lines.append(f"{layer:<{width}}  {name:8} {heads}")
     return "\n".join(lines)
 
 
 def check(maps: xr.Dataset) -> bool:
-    """Return whether heads start at their taps, and those with lower gates end with fainter peaks."""
+    """Return whether heads start at their taps, and those with lower gates end with fainter
+    peaks.
+    """
     start = maps.isel(epoch=0)
-    far = np.fmax(
-        abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x)
-    )
+    far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))
     # Taps lie on whole pixels, so a peak more than half a pixel away is not at the head's tap.
     count = int((far > 0.5).any("image").sum())
     heads = int(start.gate.notnull().sum())
@@ -241,13 +243,12 @@ def check(maps: xr.Dataset) -> bool:
         else f"{count} of {heads} heads do NOT look at their tap"
     )
     print(f"check: at epoch 0 {verdict}")
-    gate, peak = (
-        part.values.ravel() for part in (maps.gate.isel(epoch=-1), peaks(maps))
-    )
+    gate, peak = (part.values.ravel() for part in (maps.gate.isel(epoch=-1), peaks(maps)))
     # Layers with fewer heads have NaN.
     exists = np.isfinite(gate)
     order = gate[exists].argsort()
-    # Halves are compared, not types, since so short a training leaves few gates low enough for a content head.
+    # Halves are compared, not types, since so short a training leaves few gates low enough for a
+    # content head.
     low, high = (peak[exists][half].mean() for half in np.array_split(order, 2))
     fainter = low < high
     verdict = "have fainter peaks" if fainter else "do NOT have fainter peaks"

@@ -1,26 +1,29 @@
-r"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
+r"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs.
+3.9, 3.10).
 
     python studies/cait_attention.py
 
 Takes about a minute on one CPU core.
 
-What one should see (cait_attention.png): in a CaiT the class token meets the patches only in the two class-attention
-layers. The first looks at the digit, as in the thesis. In the thesis the second looks at more of the image. The lines
-that are printed compare both with uniform attention and with each other, image by image.
-studies/pages/cait_attention.md says what several seeds agree on.
+What one should see (cait_attention.png): in a CaiT the class token meets the patches only in the
+two class-attention layers. The first looks at the digit, as in the thesis. In the thesis the second
+looks at more of the image. The lines that are printed compare both with uniform attention and with
+each other, image by image. studies/pages/cait_attention.md says what several seeds agree on.
 
-How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
-somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT in place of a single layer, so that it
-learns from few images, and LayerScale begins at 1.
+How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns
+handwritten digits, each somewhere in a scene. Its patches are embedded by the convolutions of
+timm's XCiT in place of a single layer, so that it learns from few images, and LayerScale begins at
+1.
 
 Writes into results/:
-cait_attention.png     for each image: the image; the heads of the first and of the second class-attention layer, each
-                       from 0 to its largest weight (Fig. 3.9); the image times the first layer's mean over heads, and
-                       the classes above 10 % (Fig. 3.10)
+cait_attention.png     for each image: the image; the heads of the first and of the second
+                       class-attention layer, each from 0 to its largest weight (Fig. 3.9); the
+                       image times the first layer's mean over heads, and the classes above 10 %
+                       (Fig. 3.10)
 cait_attention.zarr    the numbers behind the figure, for all images: xarray.open_zarr
 
-It ends by checking that the model learned, and that the first class-attention layer looks at the digit's strokes more
-than uniform attention would.
+It ends by checking that the model learned, and that the first class-attention layer looks at the
+digit's strokes more than uniform attention would.
 
 With timm's weights, on your own images, nothing is trained:
 
@@ -88,7 +91,9 @@ class ConvolutionalPatches(ConvPatchEmbed):
 
 
 def small_cait(size: int) -> nn.Module:
-    """Return two blocks of self-attention and two of class attention: width 48, four heads, 8 x 8 pixel patches."""
+    """Return two blocks of self-attention and two of class attention: width 48, four heads, 8 x 8
+    pixel patches.
+    """
     shape = {
         "img_size": size,
         "patch_size": 8,
@@ -108,7 +113,9 @@ def small_cait(size: int) -> nn.Module:
 
 @torch.no_grad()
 def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Return class attention on the patches, (image, layer, head, y, x), and the probabilities of all classes."""
+    """Return class attention on the patches, (image, layer, head, y, x), and the probabilities of
+    all classes.
+    """
     device = next(model.parameters()).device
     maps = tcnn_probe.attention_maps(
         model,
@@ -146,9 +153,7 @@ def draw(maps: xr.Dataset) -> Figure:
         ):
             # The scale starts at 0, so that a uniform map does not look structured.
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
-        draw_in_the_light(
-            axes[-2], picture, sample.class_attention.isel(layer=0).mean("head")
-        )
+        draw_in_the_light(axes[-2], picture, sample.class_attention.isel(layer=0).mean("head"))
         axes[-1].text(
             0,
             0.5,
@@ -166,15 +171,15 @@ def draw(maps: xr.Dataset) -> Figure:
             for head in range(heads)
         ),
     ]
-    for ax, title in zip(
-        panels[0], [*titles, "layer 1\nmean", f"above {LIKELY:.0%}"], strict=True
-    ):
+    for ax, title in zip(panels[0], [*titles, "layer 1\nmean", f"above {LIKELY:.0%}"], strict=True):
         ax.set_title(title, fontsize=8)
     return figure
 
 
 def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) -> None:
-    """Draw the gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5)."""
+    """Draw the gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis,
+    Section 3.7.2.5).
+    """
     coarse = torch.from_numpy(attention.values.astype(float))[None, None]
     # The map has a value for each patch, the image one for each pixel.
     light = F.interpolate(coarse, size=picture.shape, mode="bilinear")[0, 0].numpy()
@@ -195,7 +200,9 @@ def likely(probabilities: np.ndarray) -> list[str]:
 
 
 def check(maps: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether the model learned, and its first class-attention layer prefers the digit; print both shares."""
+    """Return whether the model learned, and its first class-attention layer prefers the digit;
+    print both shares.
+    """
     has_learned = run.learned("the CaiT", float(maps.top1))
     layers = maps.on_digit.mean("head").transpose("layer", "image")
     # Gains are taken image by image, since objects differ in size.
@@ -203,14 +210,15 @@ def check(maps: xr.Dataset, run: SingleModel) -> bool:
     low, high = evaluation.mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"
     print(
-        f"check: the first class-attention layer looks at the strokes {verdict} than even attention: share "
-        f"{float(layers[0].mean()):.3f}, even {float(maps.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
+        f"check: the first class-attention layer looks at the strokes {verdict} than even "
+        f"attention: share {float(layers[0].mean()):.3f}, even {float(maps.even.mean()):.3f}, by "
+        f"{low:+.3f} to {high:+.3f}"
     )
     first, second = layers[0], layers[1]
     bounds = evaluation.mean_interval(first - second).values
     print(
-        f"the second: {float(second.mean()):.3f}; first less second {float((first - second).mean()):+.3f} "
-        f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"
+        f"the second: {float(second.mean()):.3f}; first less second "
+        f"{float((first - second).mean()):+.3f} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]"
     )
     return bool(has_learned and low > 0)
 

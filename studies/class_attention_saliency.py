@@ -1,39 +1,49 @@
-r"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper, Figs. 1 and 2).
+r"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper,
+Figs. 1 and 2).
 
     python studies/class_attention_saliency.py
 
 Takes about 3 minutes on one CPU core.
 
-What one should see: class attention of the PatchConvNet, on 16 x 16 patches and without any gradient, comes within 4
-pixels (one patch) of the digit far more often than chance, and more often than Grad-CAM. Gradients of single pixels
-fall on the strokes themselves more often. In the ResNet, with 4 x 4 cells in its last map, attention finds the digit
-less often; its accuracy is about the same with the learned pooling as without.
-studies/pages/class_attention_saliency.md has the ranges of several seeds; the table that is printed has this run's
-numbers, and the last lines compare class attention with Grad-CAM, image by image, with intervals. After so short a
-training the tokens of the classes look at almost the same places.
+What one should see: class attention of the PatchConvNet, on 16 x 16 patches and without any
+gradient, comes within 4 pixels (one patch) of the digit far more often than chance, and more often
+than Grad-CAM. Gradients of single pixels fall on the strokes themselves more often. In the ResNet,
+with 4 x 4 cells in its last map, attention finds the digit less often; its accuracy is about the
+same with the learned pooling as without. studies/pages/class_attention_saliency.md has the ranges
+of several seeds; the table that is printed has this run's numbers, and the last lines compare class
+attention with Grad-CAM, image by image, with intervals. After so short a training the tokens of the
+classes look at almost the same places.
 
-How: a small ResNet with average pooling and a small PatchConvNet learn handwritten digits in cluttered scenes. The
-ResNet is trained further with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the
-control, unchanged; the PatchConvNet is trained further with one token for each class (``tcnn_model.specialize``). Every
-few epochs the saliency of each method is compared with the place of the digit, and with the response of the model when
-pixels are removed. Occlusion is coarse here (windows of a quarter of the image), and integrated gradients take 12
-steps.
+How: a small ResNet with average pooling and a small PatchConvNet learn handwritten digits in
+cluttered scenes. The ResNet is trained further with a learned pooling in place of its average
+(``tcnn_model.add_attention_pool``) and, as the control, unchanged; the PatchConvNet is trained
+further with one token for each class (``tcnn_model.specialize``). Every few epochs the saliency of
+each method is compared with the place of the digit, and with the response of the model when pixels
+are removed. Occlusion is coarse here (windows of a quarter of the image), and integrated gradients
+take 12 steps.
 
 Writes into results/:
-class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
-class_attention_saliency_classes.png    maps of the three most probable classes of each image (Fig. 2)
-class_attention_saliency.png            faithfulness by epoch and method, with 95 % intervals over images
-class_attention_saliency.zarr           the numbers behind it, a group for each model: xarray.open_datatree
-class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
+class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the
+                                        paper)
+class_attention_saliency_classes.png    maps of the three most probable classes of each image (Fig.
+                                        2)
+class_attention_saliency.png            faithfulness by epoch and method, with 95 % intervals over
+                                        images
+class_attention_saliency.zarr           the numbers behind it, a group for each model:
+                                        xarray.open_datatree
+class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every
+                                        epoch
 
-With --heads 4 the models are two PatchConvNets, whose poolings have one head and four (Table 5 of the paper), and the
-last lines say whether the map of one head is a better explanation than the mean of four.
+With --heads 4 the models are two PatchConvNets, whose poolings have one head and four (Table 5 of
+the paper), and the last lines say whether the map of one head is a better explanation than the mean
+of four.
 
-It ends by checking that the models learned, and that the class attention of the PatchConvNet comes near the digit more
-often than chance.
+It ends by checking that the models learned, and that the class attention of the PatchConvNet comes
+near the digit more often than chance.
 
-On your own model and images: a trained model is explained as it is (in a minute or so), or with --epochs fine-tuned
-first; on the frozen trunk of a convnet, attention is then trained in place of the pooling:
+On your own model and images: a trained model is explained as it is (in a minute or so), or with
+--epochs fine-tuned first; on the frozen trunk of a convnet, attention is then trained in place of
+the pooling:
 
     python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained \
         --data path/to/imagenet
@@ -168,7 +178,9 @@ def train(
     output: RunOutput,
     args: argparse.Namespace,
 ) -> Iterator[EpochResult]:
-    """Train the model and yield after each epoch; without epochs, evaluate it on the probed images as it is."""
+    """Train the model and yield after each epoch; without epochs, evaluate it on the probed images
+    as it is.
+    """
     if run.epochs:
         with refused(ValueError):
             yield from finetune(
@@ -199,7 +211,9 @@ def record(
     output: RunOutput,
     args: argparse.Namespace,
 ) -> xr.Dataset:
-    """Record class attention while a model trains; return the scores of some epochs, (epoch, attribution, image)."""
+    """Record class attention while a model trains; return the scores of some epochs, (epoch,
+    attribution, image).
+    """
     # Heads are compared by their attention alone: gradients would take most of the time.
     compared = ["class_attention"] if args.heads else None
     methods = compared or usable_methods(model, probed.images[:1])
@@ -263,7 +277,9 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
-    """Return the runs of small models on the digits; their lengths are in proportion to ``--epochs``."""
+    """Return the runs of small models on the digits; their lengths are in proportion to
+    ``--epochs``.
+    """
     # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
     torch.set_num_threads(1)
     size = args.img_size
@@ -274,7 +290,8 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
         limit=args.limit,
         clutter=args.clutter,
     )
-    # The ResNet learns before it is pooled in two ways; the PatchConvNet, before its classes get tokens of their own.
+    # The ResNet learns before it is pooled in two ways; the PatchConvNet, before its classes get
+    # tokens of their own.
     scale = args.epochs / 14
     before, pooling, by_class = (max(2, round(n * scale)) for n in (15, 7, 4))
     pool = {"init_values": 0.1, "input_size": (1, size, size)}
@@ -316,25 +333,25 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def with_attention_pool(model: nn.Module) -> nn.Module:
-    """Return the network with an attention pool in place of its average; only the pool and classifier are trained."""
+    """Return the network with an attention pool in place of its average; only the pool and
+    classifier are trained.
+    """
     pooled = add_attention_pool(model, init_values=0.1)
     (pool,) = (part for part in pooled.modules() if isinstance(part, AttentionPool2d))
     trained = {pool, pooled.get_classifier()}
-    frozen = [
-        name
-        for name, part in pooled.named_children()
-        if trained.isdisjoint(part.modules())
-    ]
+    frozen = [name for name, part in pooled.named_children() if trained.isdisjoint(part.modules())]
     freeze(pooled, frozen)
     return pooled
 
 
 def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
-    """Return whether the models learned, and class attention beats chance: on the digit, or when pixels are removed.
+    """Return whether the models learned, and class attention beats chance: on the digit, or when
+    pixels are removed.
 
     Args:
         tree: Scores of each model.
-        trained: Number of validation images and accuracy of chance, if the models were trained; else None.
+        trained: Number of validation images and accuracy of chance, if the models were trained;
+            else None.
     """
     passed = True
     for name, node in tree.children.items():
@@ -348,13 +365,12 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
         # Without masks there is no place to point at.
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
         values = last[measure]
-        gain = values.sel(attribution="class_attention") - values.sel(
-            attribution="chance"
-        )
+        gain = values.sel(attribution="class_attention") - values.sel(attribution="chance")
         low, high = evaluation.mean_interval(gain).values
         verdict = "above" if low > 0 else "NOT above"
         print(
-            f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}"
+            f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to "
+            f"{high:.2f}"
         )
         passed = passed and low > 0
     return passed
@@ -371,7 +387,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     training = parser.add_argument_group("training")
     add = training.add_argument
-    epochs = "epochs of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
+    epochs = (
+        "epochs of the PatchConvNet, others in proportion (default: 14); of fine-tuning on "
+        "--data (default: 0)"
+    )
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
     add(
@@ -386,7 +405,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--heads",
         type=int,
         choices=(2, 4, 8, 16),
-        help="heads of the pooling of a PatchConvNet that is compared with one of a single head; no other models",
+        help="heads of the pooling of a PatchConvNet that is compared with one of a single head; "
+        "no other models",
     )
     add = parser.add_argument_group("saliency").add_argument
     add(
@@ -407,7 +427,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--every",
         type=from_least(1),
-        help="epochs from one scoring of saliency to the next; the first and the last are scored (default: 5)",
+        help="epochs from one scoring of saliency to the next; the first and the last are scored "
+        "(default: 5)",
     )
     add(
         "--steps",
@@ -428,7 +449,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # The digits have small models of their own.
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error(
-            "--data and --model belong together, and --pretrained goes with them; without them the digits are used"
+            "--data and --model belong together, and --pretrained goes with them; without them the "
+            "digits are used"
         )
     if args.heads and not digits:
         parser.error("--heads is for the small PatchConvNet of the digits")

@@ -1,38 +1,43 @@
-"""Finer classes learned from coarse labels, with and without Grafit's losses (arXiv:2011.12982; thesis, Ch. 2).
+"""Finer classes learned from coarse labels, with and without Grafit's losses (arXiv:2011.12982;
+thesis, Ch. 2).
 
     python studies/coarse_labels.py
 
 Takes about 3 minutes on one CPU core.
 
-What one should see (coarse_labels.png): whether the features of a network that was told only whether a digit is even or
-odd tell the ten digits apart, compared with features of random weights. In the thesis, on ImageNet and with 600 epochs,
-Grafit's are better at this than those of plain training. The last lines that are printed say what 10 epochs show here.
+What one should see (coarse_labels.png): whether the features of a network that was told only
+whether a digit is even or odd tell the ten digits apart, compared with features of random weights.
+In the thesis, on ImageNet and with 600 epochs, Grafit's are better at this than those of plain
+training. The last lines that are printed say what 10 epochs show here.
 
-How: with each seed a narrow ResNet-18 is trained on digits of 32 x 32 pixels, labelled even or odd: as a classifier
-(cross-entropy), and with Grafit's losses (instance loss and kNN loss, with a moving average of the weights as the
-target), for the same number of views and at the same rate. Each training is judged at its epoch that is best at even
-and odd, and Grafit's memory is recomputed with the weights of that epoch. The digit of a validation image is then
-predicted from the training images: by the 20 nearest (Eq. 2.6), by average precision where training images are ranked
-by the cosine, and where they are ranked by the cosine and by how likely the image is even or odd (Eq. 2.5). Grafit has
-features of its trunk, and embeddings.
+How: with each seed a narrow ResNet-18 is trained on digits of 32 x 32 pixels, labelled even or odd:
+as a classifier (cross-entropy), and with Grafit's losses (instance loss and kNN loss, with a moving
+average of the weights as the target), for the same number of views and at the same rate. Each
+training is judged at its epoch that is best at even and odd, and Grafit's memory is recomputed with
+the weights of that epoch. The digit of a validation image is then predicted from the training
+images: by the 20 nearest (Eq. 2.6), by average precision where training images are ranked by the
+cosine, and where they are ranked by the cosine and by how likely the image is even or odd (Eq.
+2.5). Grafit has features of its trunk, and embeddings.
 
-Two measures describe the space of the features, whatever the classes: the share of the variance in the first principal
-components (Fig. 2.1), and the accuracy of a linear classifier on the training images if each coarse class is split at
-random (Table 2.1).
+Two measures describe the space of the features, whatever the classes: the share of the variance in
+the first principal components (Fig. 2.1), and the accuracy of a linear classifier on the training
+images if each coarse class is split at random (Table 2.1).
 
 Writes into results/:
-coarse_labels.png             A accuracy by neighbours, B and C mean average precision by cosine and conditional,
-                              D variance by principal components, E accuracy on random labels, by features
-coarse_labels_neighbours.png  images, and the training images nearest to them by plain training and by Grafit's
-                              embedding: framed green if they show the same digit, orange if only even or odd is the
-                              same (Fig. 2.6)
-coarse_labels.zarr            all measures by (training, features, image or component or split): xarray.open_zarr
+coarse_labels.png             A accuracy by neighbours, B and C mean average precision by cosine and
+                              conditional, D variance by principal components, E accuracy on random
+                              labels, by features
+coarse_labels_neighbours.png  images, and the training images nearest to them by plain training and
+                              by Grafit's embedding: framed green if they show the same digit,
+                              orange if only even or odd is the same (Fig. 2.6)
+coarse_labels.zarr            all measures by (training, features, image or component or split):
+                              xarray.open_zarr
 coarse_labels_runs            the folder of each training
 
 It ends by checking that each training learned even from odd.
 
-On your own images: ``tcnn-finetune --recipe grafit --coarse-labels FILE``; docs/representation.md has neighbours and
-average precision.
+On your own images: ``tcnn-finetune --recipe grafit --coarse-labels FILE``; docs/representation.md
+has neighbours and average precision.
 """
 
 import argparse
@@ -126,31 +131,25 @@ def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dat
         if arm == "plain":
             # The classifier's features are those before its last layer.
             model = loaded(network(), weights)
-            features.append(
-                (pooled(model, gallery.images), pooled(model, queries.images))
-            )
+            features.append((pooled(model, gallery.images), pooled(model, queries.images)))
             parities.append(outputs(model, queries.images).softmax(1))
         else:
-            model = loaded(
-                Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
-            )
-            # The memory still averages over the weights of many epochs; the thesis recomputes it at test time, too.
+            model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
+            # The memory still averages over the weights of many epochs; the thesis recomputes it at
+            # test time, too.
             digits = torch.from_numpy(gallery.digits)
             model.refresh(torch.arange(len(digits)), digits % 2, gallery.images)
-            # Grafit's instance loss is on embeddings, so the trunk may know details that they have dropped.
+            # Grafit's instance loss is on embeddings, so the trunk may know details that they have
+            # dropped.
             for part in (model.trunk, model.embed):
-                features.append(
-                    (outputs(part, gallery.images), outputs(part, queries.images))
-                )
+                features.append((outputs(part, gallery.images), outputs(part, queries.images)))
                 parities.append(outputs(model, queries.images).exp())
     measured = [
         measure(known, queried, gallery.digits, queries.digits, parity, seed)
         for (known, queried), parity in zip(features, parities, strict=True)
     ]
     kinds = xr.Variable("features", np.array(FEATURES, object))
-    return xr.concat(measured, kinds, join="outer").assign(
-        top1=("arm", top1), arm=list(ARMS)
-    )
+    return xr.concat(measured, kinds, join="outer").assign(top1=("arm", top1), arm=list(ARMS))
 
 
 def measure(
@@ -161,13 +160,15 @@ def measure(
     parity: Tensor | None,
     seed: int,
 ) -> xr.Dataset:
-    """Measure how well features tell the digits of images, from training images with known digits and parities.
+    """Measure how well features tell the digits of images, from training images with known digits
+    and parities.
 
     Args:
-        known, queried: Features of the training images and of the validation images, shapes (m, C) and (n, C).
+        known, queried: Features of the training images and of the validation images, shapes (m, C)
+            and (n, C).
         known_digits, digits: Digits of these images, shapes (m,) and (n,).
-        parity: Probabilities of even and odd for the validation images, shape (n, 2), by the network that made the
-            features; None for a network without such outputs.
+        parity: Probabilities of even and odd for the validation images, shape (n, 2), by the
+            network that made the features; None for a network without such outputs.
         seed: Seed of the random labels.
     """
     representation = tcnn_probe.representation
@@ -192,7 +193,9 @@ def measure(
 
 
 def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray:
-    """Return a linear classifier's accuracy on the images it is fitted to, with classes split at random, (SPLITS,)."""
+    """Return a linear classifier's accuracy on the images it is fitted to, with classes split at
+    random, (SPLITS,).
+    """
     rng = np.random.default_rng(seed)
     accuracies = []
     for _ in range(SPLITS):
@@ -211,7 +214,9 @@ def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray
 def trained(
     args: argparse.Namespace, output: RunOutput, arm: str, seed: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """Train, or resume the training; return the best epoch's accuracy at even and odd, and its weights."""
+    """Train, or resume the training; return the best epoch's accuracy at even and odd, and its
+    weights.
+    """
     folder = output.beside("_runs") / f"{arm}_{seed}"
     config = Config(
         "resnet18",
@@ -274,21 +279,23 @@ class Pictures(NamedTuple):
 
 
 def pictures(split: str = "validation") -> Pictures:
-    """Return the images of a split, as the networks are validated on them, and which digit each shows."""
+    """Return the images of a split, as the networks are validated on them, and which digit each
+    shows.
+    """
     splits = ("train", "validation")
     source = open_sources("digits", "", splits)[splits.index(split)]
     # timm's own crop would cut off the border.
     uncropped = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
     transform = create_transform(**resolve_data_config(uncropped, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
-    return Pictures(
-        torch.stack([transform(image) for image in images]), np.array(digits)
-    )
+    return Pictures(torch.stack([transform(image) for image in images]), np.array(digits))
 
 
 @mpl.rc_context(STYLE)
 def draw(scores: xr.Dataset) -> Figure:
-    """Draw bars of each measure by features, with a point for each training, and the principal components."""
+    """Draw bars of each measure by features, with a point for each training, and the principal
+    components.
+    """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     axes = figure.subplot_mosaic("ABC;DDE")
     color_of = ("blue", "orange", "vermillion")
@@ -301,20 +308,14 @@ def draw(scores: xr.Dataset) -> Figure:
     for kind, color in zip(FEATURES, colors, strict=True):
         curves = scores.energy.sel(features=kind).transpose("component", "training")
         axes["D"].plot(curves.component, curves, color=color, lw=0.6)
-        axes["D"].plot(
-            curves.component, curves.mean("training"), color=color, lw=2, label=kind
-        )
-    axes["D"].set(
-        xlabel="principal components", ylabel="share of the variance", xscale="log"
-    )
+        axes["D"].plot(curves.component, curves.mean("training"), color=color, lw=2, label=kind)
+    axes["D"].set(xlabel="principal components", ylabel="share of the variance", xscale="log")
     axes["D"].legend(frameon=False)
     add_letters(axes[letter] for letter in "ABCDE")
     return figure
 
 
-def draw_bars(
-    panel: Axes, means: xr.DataArray, colors: list[str], *, named: bool
-) -> None:
+def draw_bars(panel: Axes, means: xr.DataArray, colors: list[str], *, named: bool) -> None:
     """Draw a bar for each kind of features, and a point for each training."""
     rows = range(means.sizes["features"])
     panel.barh(rows, means.mean("training"), color=colors)
@@ -328,28 +329,23 @@ def draw_bars(
 
 @mpl.rc_context(STYLE)
 def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
-    """Draw images and the training images nearest to them, framed by what they share (thesis, Fig. 2.6).
+    """Draw images and the training images nearest to them, framed by what they share (thesis, Fig.
+    2.6).
 
     Args:
         nearest: Numbers of training images, (features, image, rank).
         count: Number of images, spread over the digits.
     """
-    gallery, queries = (
-        open_sources("digits", "", ("train", "validation"))[n] for n in (0, 1)
-    )
+    gallery, queries = (open_sources("digits", "", ("train", "validation"))[n] for n in (0, 1))
     digits = np.array([queries.read(n)[1] for n in range(len(queries))])
     # The first image of every other digit.
-    queried = [
-        int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 10 // count)
-    ]
+    queried = [int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 10 // count)]
     kinds = ("plain", "Grafit's embedding")
     figure = Figure(figsize=(1 + RETRIEVED * 0.8, 1.9 * count), layout="constrained")
     panels = figure.subplots(len(kinds) * count, 1 + RETRIEVED)
     for panel in panels.ravel():
         panel.set(xticks=[], yticks=[])
-    for row, (query, kind) in enumerate(
-        (query, kind) for query in queried for kind in kinds
-    ):
+    for row, (query, kind) in enumerate((query, kind) for query in queried for kind in kinds):
         image, digit = queries.read(query)
         panels[row, 0].imshow(image)
         panels[row, 0].set_ylabel(kind.removeprefix("Grafit's "), fontsize=7)
@@ -369,11 +365,10 @@ def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
 def table(scores: xr.Dataset) -> str:
     """Return each training's numbers, and comparisons with intervals over trainings and images."""
     lines = [
-        f"\nwhich of ten digits, from networks that were told even or odd; {scores.sizes['image']} images"
+        f"\nwhich of ten digits, from networks that were told even or odd; {scores.sizes['image']} "
+        "images"
     ]
-    rows = {
-        name: (words, scores[name].mean("image")) for name, words in MEASURES.items()
-    }
+    rows = {name: (words, scores[name].mean("image")) for name, words in MEASURES.items()}
     rows["random_labels"] = (
         "accuracy on random labels",
         scores.random_labels.mean("split"),
@@ -383,8 +378,7 @@ def table(scores: xr.Dataset) -> str:
     for words, means in rows.values():
         lines.append(f"{words}, a column per training:")
         lines += [
-            f"  {kind:20}"
-            + "".join(f"{value:8.3f}" for value in means.sel(features=kind).values)
+            f"  {kind:20}" + "".join(f"{value:8.3f}" for value in means.sel(features=kind).values)
             for kind in scores.features.values
         ]
     for name, words in MEASURES.items():
@@ -394,9 +388,7 @@ def table(scores: xr.Dataset) -> str:
     for kind in FEATURES[1:]:
         of_kind = scores.sel(features=kind)
         gain = of_kind.conditional - of_kind.precision
-        lines.append(
-            comparison(gain, f"{kind}: conditional ranking, less that by cosine")
-        )
+        lines.append(comparison(gain, f"{kind}: conditional ranking, less that by cosine"))
     return "\n".join(lines)
 
 
@@ -426,9 +418,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add("--epochs", type=from_least(2), help="epochs of each training (default: 10)")
-    add(
-        "--lr", type=positive_number, help="peak learning rate of both (default: 0.008)"
-    )
+    add("--lr", type=positive_number, help="peak learning rate of both (default: 0.008)")
     add(
         "--ema",
         type=positive_number,

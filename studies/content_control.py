@@ -2,27 +2,30 @@
 
     python studies/content_control.py
 
-About two hours on one CPU core (not measured whole); --small takes seconds and shows only that the code works.
+About two hours on one CPU core (not measured whole); --small takes seconds and shows only that the
+code works.
 
-The verdict of content_or_mixing is "no". A "no" means something only if the same tail, arms, rates and steps say "yes"
-where content is needed, so they are asked here how small a need they can see.
+The verdict of content_or_mixing is "no". A "no" means something only if the same tail, arms, rates
+and steps say "yes" where content is needed, so they are asked here how small a need they can see.
 
 The protocol, committed before these runs:
 
-Task. 8 x 8 tokens of 64 channels, as the tail of content_or_mixing takes them. Seven tokens at random places are not
-empty: a red cue with a code of 7 bits, and six blue items with codes that differ from each other and values from 0 to
-3. One item has the code of the cue, and the class is its value. In a share of the scenes, the dose, nothing else tells:
-to find the item, a query has to be compared with keys of the same image. In the others the cue shows the class itself,
-and no token needs any other. Whoever cannot match codes may count values: the most frequent of six is right in about
-0.46. 45,000 scenes for training, 10,000 for tests.
-Trainings. As in the first table of content_or_mixing: 1,400 steps of 64 scenes, the tail of a ResNet-20 (layer3.2, 18
-heads, from random weights), the same rates. Arms A, C and D of content_or_mixing, and its T (a learned kernel over
-offsets) and U (uniform content). Gates start at lambda = 1; doses 0, 0.1, 0.3 and 1; seeds 0, 1 and 2.
-Endpoint. C - D, by the rule of content_or_mixing: "yes" if the difference is positive and its p-value, adjusted by Holm
-over the doses, below 0.05, and its interval not below 0.01. The smallest dose with "yes" is the sensitivity of the
-assay; a dose of 0 has to be "no". Recorded with it: content information and its two parts, key content and query-key
-content. The task needs the second.
-Pilot, seen before this was written: dose 1, seed 0, from lambda = 1: A 0.47, C 1.00.
+Task. 8 x 8 tokens of 64 channels, as the tail of content_or_mixing takes them. Seven tokens at
+random places are not empty: a red cue with a code of 7 bits, and six blue items with codes that
+differ from each other and values from 0 to
+3. One item has the code of the cue, and the class is its value. In a share of the scenes, the dose,
+nothing else tells: to find the item, a query has to be compared with keys of the same image. In the
+others the cue shows the class itself, and no token needs any other. Whoever cannot match codes may
+count values: the most frequent of six is right in about 0.46. 45,000 scenes for training, 10,000
+for tests. Trainings. As in the first table of content_or_mixing: 1,400 steps of 64 scenes, the tail
+of a ResNet-20 (layer3.2, 18 heads, from random weights), the same rates. Arms A, C and D of
+content_or_mixing, and its T (a learned kernel over offsets) and U (uniform content). Gates start at
+lambda = 1; doses 0, 0.1, 0.3 and 1; seeds 0, 1 and 2. Endpoint. C - D, by the rule of
+content_or_mixing: "yes" if the difference is positive and its p-value, adjusted by Holm over the
+doses, below 0.05, and its interval not below 0.01. The smallest dose with "yes" is the sensitivity
+of the assay; a dose of 0 has to be "no". Recorded with it: content information and its two parts,
+key content and query-key content. The task needs the second. Pilot, seen before this was written:
+dose 1, seed 0, from lambda = 1: A 0.47, C 1.00.
 
 Writes into results/:
 content_control.png   accuracy and content information by dose
@@ -75,10 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if the assay says "no" to a dose of 0 and "yes" to 1, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
-    output = RunOutput.from_args(
-        args, "content_control", later=("doses", "seeds", "arms")
-    )
-    # Arms come first in this order, so that the endpoint is known before the exploratory arms are trained.
+    output = RunOutput.from_args(args, "content_control", later=("doses", "seeds", "arms"))
+    # Arms come first in this order, so that the endpoint is known before the exploratory arms are
+    # trained.
     for arm, seed, dose in itertools.product(args.arms, args.seeds, args.doses):
         train(
             Run(arm, START if ARMS[arm].attends else 0.0, seed, 1, "frozen"),
@@ -87,9 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
             output,
         )
     trees = {f"{dose:g}": tree_of(folder(output, dose)) for dose in args.doses}
-    output.save(
-        xr.DataTree.from_dict({f"/{name}": tree for name, tree in trees.items()})
-    )
+    output.save(xr.DataTree.from_dict({f"/{name}": tree for name, tree in trees.items()}))
     runs = {
         dose: [run.to_dataset() for run in tree["1_frozen"].children.values()]
         for dose, tree in trees.items()
@@ -147,9 +147,7 @@ class Scenes:
         # Means and other images' attention are those of scenes that are not evaluated.
         self.reference, _ = scenes(min(500, test_count), dose, seed=3)
 
-    def batches(
-        self, steps: int, batch_size: int, seed: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, steps: int, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield scenes and classes of each step."""
         for rows, _ in order_of_images(len(self._train), steps, batch_size, seed):
             yield self._train[rows], self._labels[rows]
@@ -178,7 +176,9 @@ def scenes(count: int, dose: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
-    """Return a table of accuracies, content and verdicts by dose, and whether the assay can say both "no" and "yes"."""
+    """Return a table of accuracies, content and verdicts by dose, and whether the assay can say
+    both "no" and "yes".
+    """
     lines = [
         "accuracy on test scenes, mean over seeds; "
         "content information in nat, mean of heads and largest head",
@@ -211,13 +211,9 @@ def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
     lines.append(f"C - D [95 % interval over seeds and scenes]; margin {MARGIN}")
     for (dose, effect), p_value in zip(effects.items(), adjusted, strict=True):
         answers[dose] = verdict(effect, MARGIN, p_value)
-        lines.append(
-            f"  dose {dose:5s}{effect}  p (Holm) {p_value:.3f}  {answers[dose]}"
-        )
+        lines.append(f"  dose {dose:5s}{effect}  p (Holm) {p_value:.3f}  {answers[dose]}")
     seen = [float(dose) for dose, answer in answers.items() if answer == "yes"]
-    lines.append(
-        f"sensitivity: {f'a dose of {min(seen):g}' if seen else 'no dose is seen'}"
-    )
+    lines.append(f"sensitivity: {f'a dose of {min(seen):g}' if seen else 'no dose is seen'}")
     passed = answers.get("1", "yes") == "yes" and answers.get("0", "no") != "yes"
     lines.append(
         f"check: the assay says no at dose 0 and yes at dose 1: {'yes' if passed else 'NO'}"
@@ -226,13 +222,11 @@ def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
 
 
 def c_minus_d(runs: list[xr.Dataset]) -> NDArray[np.floating] | None:
-    """Return the difference in being right, (seeds, scenes), of the seeds that both arms have; None without any."""
+    """Return the difference in being right, (seeds, scenes), of the seeds that both arms have; None
+    without any.
+    """
     by_arm = {
-        arm: {
-            r.attrs["seed"]: r.clean.values.astype(float)
-            for r in runs
-            if r.attrs["arm"] == arm
-        }
+        arm: {r.attrs["seed"]: r.clean.values.astype(float) for r in runs if r.attrs["arm"] == arm}
         for arm in "CD"
     }
     seeds = sorted(by_arm["C"].keys() & by_arm["D"].keys())
@@ -270,17 +264,11 @@ def draw(runs: dict[str, list[xr.Dataset]]) -> Figure:
         ("query_key_content_information", "-"),
     ):
         values = [
-            [
-                float(run[name].isel(mark=-1).max())
-                for run in of_dose
-                if run.attrs["arm"] == "C"
-            ]
+            [float(run[name].isel(mark=-1).max()) for run in of_dose if run.attrs["arm"] == "C"]
             for of_dose in runs.values()
         ]
         label = (
-            name.removesuffix("_information")
-            .replace("query_key", "query-key")
-            .replace("_", " ")
+            name.removesuffix("_information").replace("query_key", "query-key").replace("_", " ")
         )
         if all(values):
             content.plot(

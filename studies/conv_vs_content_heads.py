@@ -1,41 +1,49 @@
-r"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
+r"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN
+paper, Secs. 4, 6).
 
     python studies/conv_vs_content_heads.py
 
 Takes about 14 minutes on two CPU cores.
 
-What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls, but it stays if these
-look where they look on average ("static"), nearly by definition of the type. Only the last sentences that are printed
-say what the content heads are worth, and what content is worth to them: more or less than as many random heads, on
-which images, and whether other trainings would agree.
+What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls, but
+it stays if these look where they look on average ("static"), nearly by definition of the type. Only
+the last sentences that are printed say what the content heads are worth, and what content is worth
+to them: more or less than as many random heads, on which images, and whether other trainings would
+agree.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
-as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all gates at 0.73 and one rate for all
-weights, gives no content heads within so few epochs: where gates fall, heads look everywhere alike. On the digits the
-study therefore departs from it: every second head starts with a gate of 0.05, and queries and keys start five times as
-large and learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: of a "content" head (here with
-those called "salient") at least half of the selectivity is content information, so that the image decides where it
-looks. The paper guesses that heads which leave convolution bring
-the robustness.
-All heads of a type are ablated at once and, as the control, as many heads drawn at random; and each head by itself.
-Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
-and not at content ("static"); or by that of a training image, which has other content ("shuffled"); or their gates are
-set to 1, so that only the positional part of attention remains ("positional"). Accuracy is measured on the same images
-with and without the ablation: clean, in the four groups of ImageNet-C's corruptions, on contrast alone (faint images),
-and under PGD attacks on the model whose heads are ablated.
-Content information is compared with that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain
-attention on the ResNet's features, is fine-tuned on the same scenes and recorded for comparison.
-Intervals over random draws and images hold for these trainings only; t intervals, which are wide with three trainings,
-hold for others. The types may lie in different layers, so the study does not separate the effect of type from depth.
+How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage
+is reparameterized as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all
+gates at 0.73 and one rate for all weights, gives no content heads within so few epochs: where gates
+fall, heads look everywhere alike. On the digits the study therefore departs from it: every second
+head starts with a gate of 0.05, and queries and keys start five times as large and learn five times
+as fast. Heads are then typed by ``tcnn_probe.head_types``: of a "content" head (here with those
+called "salient") at least half of the selectivity is content information, so that the image decides
+where it looks. The paper guesses that heads which leave convolution bring the robustness. All heads
+of a type are ablated at once and, as the control, as many heads drawn at random; and each head by
+itself. Their outputs are zeroed; or their attention is replaced by its mean over training images,
+so that they look at places and not at content ("static"); or by that of a training image, which has
+other content ("shuffled"); or their gates are set to 1, so that only the positional part of
+attention remains ("positional"). Accuracy is measured on the same images with and without the
+ablation: clean, in the four groups of ImageNet-C's corruptions, on contrast alone (faint images),
+and under PGD attacks on the model whose heads are ablated. Content information is compared with
+that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain attention on the
+ResNet's features, is fine-tuned on the same scenes and recorded for comparison. Intervals over
+random draws and images hold for these trainings only; t intervals, which are wide with three
+trainings, hold for others. The types may lie in different layers, so the study does not separate
+the effect of type from depth.
 
 Writes into results/:
-conv_vs_content_heads.png            cost of ablating each type, a row per mode, beside random heads; and single heads
-conv_vs_content_heads_evolution.png  gates and content information of each head by epoch, T-CNN (first seed) and ViT
-conv_vs_content_heads.txt            the table of differences, with 95 % intervals over draws and images
+conv_vs_content_heads.png            cost of ablating each type, a row per mode, beside random
+                                     heads; and single heads
+conv_vs_content_heads_evolution.png  gates and content information of each head by epoch, T-CNN
+                                     (first seed) and ViT
+conv_vs_content_heads.txt            the table of differences, with 95 % intervals over draws and
+                                     images
 conv_vs_content_heads.zarr           every answer: xarray.open_datatree
 conv_vs_content_heads_*.zarr         the recordings
 
-It ends by checking that the models learned, that both types were found, and that removing convolutional heads hurt.
+It ends by checking that the models learned, that both types were found, and that removing
+convolutional heads hurt.
 
 On your own model and images:
 
@@ -116,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("conv_vs_content_heads", args, stages=stages, later=MEASURED)
     study.train_cnn()
 
-    # With each seed: convert and fine-tune it, record and type its heads, ablate them by type and one by one.
+    # With each seed: convert and fine-tune it, record and type its heads, ablate them by type and
+    # one by one.
     seeds = range(args.seed, args.seed + args.seeds)
     by_type, by_head, contents = [], [], []
     for seed in seeds:
@@ -135,7 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
         "content": xr.concat(contents, trainings),
     }
 
-    # The controls of content information: permuted labels, which no image tells, and plain attention.
+    # The controls of content information: permuted labels, which no image tells, and plain
+    # attention.
     if has_shuffled:
         recordings = [record_shuffled(study, seed) for seed in seeds]
         shuffled = [typed(recording) for recording in recordings]
@@ -148,9 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(tree, study.chance, small=args.small), args.data)
 
 
-def record_tcnn(
-    study: Study, seed: int, labels: str = ""
-) -> tuple[nn.Module, xr.Dataset]:
+def record_tcnn(study: Study, seed: int, labels: str = "") -> tuple[nn.Module, xr.Dataset]:
     """Convert the CNN and fine-tune it, with every head recorded.
 
     Args:
@@ -181,7 +189,9 @@ def record_shuffled(study: Study, seed: int) -> xr.Dataset:
 
 
 def record_vit(study: Study) -> xr.Dataset:
-    """Fine-tune plain attention on the stages of the small ResNet before its last one, with every head recorded."""
+    """Fine-tune plain attention on the stages of the small ResNet before its last one, with every
+    head recorded.
+    """
     torch.manual_seed(study.args.seed)
     vit = small_vit(study.cnn, study.args.img_size)
     with tcnn_probe.record(vit, study.output.beside("_vit.zarr")) as recorder:
@@ -191,7 +201,9 @@ def record_vit(study: Study) -> xr.Dataset:
 
 
 def typed(recording: xr.Dataset) -> xr.Dataset:
-    """Return gates and content information by epoch, (epoch, layer, head), with each head's type at the end."""
+    """Return gates and content information by epoch, (epoch, layer, head), with each head's type at
+    the end.
+    """
     types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
     # Both kinds of content are ablated together: heads of either look where the image decides.
     types = types.where(types != "salient", "content")
@@ -203,7 +215,8 @@ def typed(recording: xr.Dataset) -> xr.Dataset:
 def ablate(
     study: Study, tcnn: nn.Module, types: xr.DataArray, seed: int
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Measure the T-CNN's right answers without the heads of each type, in each mode, and without each single head.
+    """Measure the T-CNN's right answers without the heads of each type, in each mode, and without
+    each single head.
 
     Args:
         study: Data, command line and output folder.
@@ -212,12 +225,13 @@ def ablate(
         seed: Seed of the random heads, of corruptions and of attacks.
 
     Returns:
-        ``right`` (mode, ablation, draw, condition, image), the share of right answers over corruptions and
-        severities, and the same of single heads without ``mode``.
+        ``right`` (mode, ablation, draw, condition, image), the share of right answers over
+        corruptions and severities, and the same of single heads without ``mode``.
     """
     args = study.args
     reference = reference_images(study)
-    # The name of saved answers depends on the options that affect them, so that other options are measured anew.
+    # The name of saved answers depends on the options that affect them, so that other options are
+    # measured anew.
     options = repr([getattr(args, name) for name in MEASURED[1:]])
     checksum = zlib.crc32(options.encode())
 
@@ -225,10 +239,7 @@ def ablate(
         part = study.output.checkpoints / f"{title}_{mode}_{seed}_{checksum:08x}.zarr"
         if not part.exists():
             model = copy.deepcopy(tcnn)  # each thread ablates its own copy
-            ablated = {
-                name: without(model, heads, mode, reference)
-                for name, heads in sets.items()
-            }
+            ablated = {name: without(model, heads, mode, reference) for name, heads in sets.items()}
             batches = PixelBatches(study.cnn, study.loaders[1], images)
             pgd = {
                 "epsilon": args.epsilon,
@@ -261,12 +272,15 @@ def ablate(
 
 
 def reference_images(study: Study) -> list[Tensor]:
-    """Return batches of training images, over which attention is averaged: the same for all seeds."""
+    """Return batches of training images, over which attention is averaged: the same for all
+    seeds.
+    """
     torch.manual_seed(study.args.seed)
     images = 32 if study.args.small else 128
     batches = -(-images // study.args.batch_size)
     train = study.loaders[0]
-    # A separate loader is used: that of the training mixes photographs, and shows the same ones several times.
+    # A separate loader is used: that of the training mixes photographs, and shows the same ones
+    # several times.
     loader = DataLoader(
         train.dataset,
         train.batch_size,
@@ -289,8 +303,8 @@ def without(
         model: Model, which is restored after each call.
         heads: Booleans (layer, head), True for heads to ablate; None for none.
         mode: Mode of :func:`tcnn_probe.ablate`.
-        reference: Batches of images, as the model takes them, over which means are taken; in the mode "shuffled" the
-            attention of the first batch is given to other images.
+        reference: Batches of images, as the model takes them, over which means are taken; in the
+            mode "shuffled" the attention of the first batch is given to other images.
     """
     if heads is None or not heads.any():
         return model
@@ -320,13 +334,15 @@ def report(study: Study, tree: xr.DataTree) -> None:
     output.beside(".txt").write_text(lines + "\n")
     print(lines)
     print(
-        f"wrote {output.store}, {output.figure}, {output.beside('_evolution.png')} and {output.beside('.txt')}"
+        f"wrote {output.store}, {output.figure}, {output.beside('_evolution.png')} and "
+        f"{output.beside('.txt')}"
     )
     print(sentence(tree))
 
 
 def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
-    """Return whether the models learned, both types were found and removing the convolutional heads hurt.
+    """Return whether the models learned, both types were found and removing the convolutional heads
+    hurt.
 
     In the small form the last is only printed, because its few images cannot decide it.
     """
@@ -339,15 +355,11 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
         if not bool((types == kind).any()):
             print(f"check: NO {kind} heads were found in any training")
             passed = False
-    by_condition = costs(right, "convolutional").drop_sel(
-        condition=WITHIN, errors="ignore"
-    )
+    by_condition = costs(right, "convolutional").drop_sel(condition=WITHIN, errors="ignore")
     mean, low, high = mean_and_interval(by_condition.mean("condition"))
     verdict = "hurts" if low > 0 else "does NOT hurt"
     removing = f"{MODES[str(right.mode.values)]} the convolutional heads"
-    print(
-        f"check: {removing} {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions"
-    )
+    print(f"check: {removing} {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions")
     return passed and (low > 0 or small)
 
 
@@ -364,7 +376,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(1),
         help="trainings of the T-CNN, from --seed on (default: 3)",
     )
-    gates = "initial lambda of the gates, one number or one for each head (default: 1 and -3 in turn; 1 with --data)"
+    gates = (
+        "initial lambda of the gates, one number or one for each head (default: 1 and -3 in "
+        "turn; 1 with --data)"
+    )
     add("--gating", type=float, nargs="+", help=gates)
     add(
         "--qk-scale",
@@ -375,7 +390,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--modes",
         nargs="+",
         choices=MODES,
-        help="modes of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled positional)",
+        help="modes of tcnn_probe.ablate, the first for single heads too (default: zero static "
+        "shuffled positional)",
     )
     add(
         "--draws",
@@ -411,7 +427,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "severities": [1],
     }
     if args.data == "digits":
-        # High and low gates in turn, so that heads attend to content within six epochs, and others convolve.
+        # High and low gates in turn, so that heads attend to content within six epochs, and others
+        # convolve.
         high, scale = (3.0, 20.0) if args.small else (1.0, 5.0)
         defaults |= {"images": 64, "head_images": 16}
         defaults |= {"gating": [*[high, -3.0] * 4, high], "qk_scale": scale}

@@ -1,4 +1,5 @@
-r"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo and Martínez, arXiv 2605.16390).
+r"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo and Martínez, arXiv
+2605.16390).
 
     python studies/cutmix_locality.py
     python studies/cutmix_locality.py --data cifar10-jpeg --limit 8000 --epochs 20 \
@@ -6,23 +7,26 @@ r"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo
 
 The first takes four minutes on one CPU core, the second about fifteen.
 
-The paper trains ViTs on CIFAR-100 from scratch: with CutMix the most local head of the early layers ends at a mean
-attention distance of at most 0.024, without it of at least 0.210.
+The paper trains ViTs on CIFAR-100 from scratch: with CutMix the most local head of the early layers
+ends at a mean attention distance of at most 0.024, without it of at least 0.210.
 
-What one should see (cutmix_locality.png): no outcome in particular, since the study asks a question. It prints the
-difference between trainings with CutMix and without at the end, and draws it by epoch, with its interval over seeds,
-and says "undecided" where the interval contains zero.
+What one should see (cutmix_locality.png): no outcome in particular, since the study asks a
+question. It prints the difference between trainings with CutMix and without at the end, and draws
+it by epoch, with its interval over seeds, and says "undecided" where the interval contains zero.
 
-How: small ViTs learn handwritten digits of 8 x 8 pixels, in patches of 2 x 2 pixels, so on a grid of 4 x 4; or
-photographs of a folder, in patches of 4 x 4, flipped at random in both arms. Each seed gives a network that is trained
-twice from the same weights: on the images as they are, and with CutMix (timm's Mixup, alpha 1, of every batch). Both
-see the same number of images. Distances and entropies of the first layer's heads are given as shares of those of
-uniform attention: 1 if a head looks everywhere alike.
+How: small ViTs learn handwritten digits of 8 x 8 pixels, in patches of 2 x 2 pixels, so on a grid
+of 4 x 4; or photographs of a folder, in patches of 4 x 4, flipped at random in both arms. Each seed
+gives a network that is trained twice from the same weights: on the images as they are, and with
+CutMix (timm's Mixup, alpha 1, of every batch). Both see the same number of images. Distances and
+entropies of the first layer's heads are given as shares of those of uniform attention: 1 if a head
+looks everywhere alike.
 
 Writes into results/:
-cutmix_locality.png    top: the distance of the most local head, the mean distance and the mean entropy of the first
-                       layer by epoch, a line for each training; bottom: CutMix minus plain, with 95 % t intervals
-cutmix_locality.zarr   distances and entropies by (arm, seed, epoch, layer, head), accuracies: xarray.open_zarr
+cutmix_locality.png    top: the distance of the most local head, the mean distance and the mean
+                       entropy of the first layer by epoch, a line for each training; bottom: CutMix
+                       minus plain, with 95 % t intervals
+cutmix_locality.zarr   distances and entropies by (arm, seed, epoch, layer, head), accuracies:
+                       xarray.open_zarr
 cutmix_locality_runs   the recording of each training
 
 It ends by checking that all networks learned.
@@ -89,9 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results, data), args.data)
 
 
-def train(
-    arm: str, seed: int, data: ImageSet, args: argparse.Namespace, store: Path
-) -> xr.Dataset:
+def train(arm: str, seed: int, data: ImageSet, args: argparse.Namespace, store: Path) -> xr.Dataset:
     """Train and record, or read what was recorded."""
     if store.exists():
         ds = xr.open_zarr(store)
@@ -109,7 +111,8 @@ def train(
         depth=3,
         num_heads=3,
     ).to(args.device)
-    # timm's Mixup smooths labels by default, which is switched off because the plain arm has no smoothing.
+    # timm's Mixup smooths labels by default, which is switched off because the plain arm has no
+    # smoothing.
     mix = Mixup(mixup_alpha=0, cutmix_alpha=1, label_smoothing=0, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     images, labels = data.images, data.labels
@@ -124,12 +127,14 @@ def train(
                 done = epoch * steps + step
                 rate = LR * rate_factor(done, args.epochs * steps)
                 optimizer.param_groups[0]["lr"] = rate
-                # As in training_health.py, noise is added: so few images, of 17 values, are learned by heart.
+                # As in training_health.py, noise is added: so few images, of 17 values, are learned
+                # by heart.
                 batch = images[rows] + 0.1 * torch.randn_like(images[rows])
                 if args.data != "digits":
                     is_flipped = (torch.rand(len(rows)) < 0.5)[:, None, None, None]
                     batch = torch.where(is_flipped, batch.flip(-1), batch)
-                # Both arms give class probabilities to the loss, so that they differ in CutMix alone.
+                # Both arms give class probabilities to the loss, so that they differ in CutMix
+                # alone.
                 target = F.one_hot(labels[rows], 10).float()
                 if arm == "CutMix":
                     batch, target = mix(batch, labels[rows])
@@ -153,15 +158,15 @@ def validate(
     """Validate on images that are not mixed, and mark the epoch."""
     model.eval()
     batches = data.validation.split(500)
-    classes = torch.cat(
-        [model(images.to(device)).argmax(1).cpu() for images in batches]
-    )
+    classes = torch.cat([model(images.to(device)).argmax(1).cpu() for images in batches])
     top1 = (classes == data.validation_labels).float().mean().item()
     recorder.mark(epoch=epoch, top1=top1)
 
 
 def shares(ds: xr.Dataset) -> xr.Dataset:
-    """Return distances and entropies (epoch, layer, head) as shares of those of uniform attention, and accuracies."""
+    """Return distances and entropies (epoch, layer, head) as shares of those of uniform attention,
+    and accuracies.
+    """
     return xr.Dataset(
         {
             "distance": ds.attention_distance / ds.uniform_distance,
@@ -185,7 +190,9 @@ def first_layer(results: xr.Dataset) -> xr.Dataset:
 
 
 def difference(values: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the mean over seeds of CutMix minus plain, and its interval; NaN bounds for one seed."""
+    """Return the mean over seeds of CutMix minus plain, and its interval; NaN bounds for one
+    seed.
+    """
     pairs = values.sel(arm="CutMix") - values.sel(arm="plain")
     return pairs.mean("seed"), mean_interval(pairs, "seed")
 
@@ -222,7 +229,9 @@ def draw_arms(panel: Axes, values: xr.DataArray) -> None:
 
 
 def table(measures: xr.Dataset) -> str:
-    """Return means of both arms at the last epoch, and their difference with its interval and a verdict."""
+    """Return means of both arms at the last epoch, and their difference with its interval and a
+    verdict.
+    """
     lines = [f"\n{'last epoch':34}{'plain':>7}{'CutMix':>8}  difference"]
     last = measures.isel(epoch=-1)
     for name, values in last.data_vars.items():
@@ -231,7 +240,8 @@ def table(measures: xr.Dataset) -> str:
         low, high = interval.values.tolist()
         verdict = side_of_zero((low, high), "higher", "lower")
         lines.append(
-            f"{name:34}{plain:7.3f}{mixed:8.3f}  {float(mean):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
+            f"{name:34}{plain:7.3f}{mixed:8.3f}  {float(mean):+.3f} [{low:+.3f}, {high:+.3f}] "
+            f"{verdict}"
         )
     return "\n".join(lines)
 
@@ -260,9 +270,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--epochs", type=from_least(1), help="epochs of each training (default: 30)"
-    )
+    group.add_argument("--epochs", type=from_least(1), help="epochs of each training (default: 30)")
     group.add_argument(
         "--seeds",
         type=from_least(1),
@@ -271,7 +279,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--data",
         default="digits",
-        help="folder with train/ and val/, each with a folder per class, of small images of one size (default: digits)",
+        help="folder with train/ and val/, each with a folder per class, of small images of one "
+        "size (default: digits)",
     )
     group.add_argument(
         "--limit",

@@ -1,31 +1,36 @@
-"""Strokes of the digit that a linear classifier of single places finds, by layer and epoch (PatchConvNet, Table 3).
+"""Strokes of the digit that a linear classifier of single places finds, by layer and epoch
+(PatchConvNet, Table 3).
 
     python studies/dense_features.py
 
 Takes about 2 minutes on one CPU core.
 
-The paper fine-tunes its trunks within a segmentation network. Here the trunk stays as classification left it, and a
-linear classifier of each place's features has to tell the strokes of the whole digit from background and from the
-fragments of other digits around it (``tcnn_probe.representation.dense_probe``).
+The paper fine-tunes its trunks within a segmentation network. Here the trunk stays as
+classification left it, and a linear classifier of each place's features has to tell the strokes of
+the whole digit from background and from the fragments of other digits around it
+(``tcnn_probe.representation.dense_probe``).
 
-What one should see (dense_features.png): while the ResNet learns from labels alone, its first stages come to find more
-of the strokes. The blocks of the PatchConvNet, all on one grid, find most of them before training. A coarse grid cannot
-follow strokes: the short line is what a grid allows, found by a classifier that is told the share of strokes in each
-cell. So the last stage of the T-CNN, on twice the grid, finds far more than that of the ResNet; most of this gain is
-also that of the ResNet at stride 1, which has the T-CNN's grid and no attention.
+What one should see (dense_features.png): while the ResNet learns from labels alone, its first
+stages come to find more of the strokes. The blocks of the PatchConvNet, all on one grid, find most
+of them before training. A coarse grid cannot follow strokes: the short line is what a grid allows,
+found by a classifier that is told the share of strokes in each cell. So the last stage of the
+T-CNN, on twice the grid, finds far more than that of the ResNet; most of this gain is also that of
+the ResNet at stride 1, which has the T-CNN's grid and no attention.
 
-How: a small ResNet and a small PatchConvNet learn handwritten digits in cluttered scenes. The last stage
-of the ResNet becomes gated positional self-attention (GPSA), or is set to stride 1, and both are fine-tuned with one
-recipe. At each epoch the probe is fitted to scenes of the training digits and judged on validation scenes.
+How: a small ResNet and a small PatchConvNet learn handwritten digits in cluttered scenes. The last
+stage of the ResNet becomes gated positional self-attention (GPSA), or is set to stride 1, and both
+are fine-tuned with one recipe. At each epoch the probe is fitted to scenes of the training digits
+and judged on validation scenes.
 
 Writes into results/:
-dense_features.png     intersection over union (IoU) of the strokes: A by epoch and stage of the ResNet, and of the last
-                       stage of its two successors; B by block of the PatchConvNet; C at the end
+dense_features.png     intersection over union (IoU) of the strokes: A by epoch and stage of the
+                       ResNet, and of the last stage of its two successors; B by block of the
+                       PatchConvNet; C at the end
 dense_features.zarr    the numbers behind it: xarray.open_zarr
 
-It ends by checking that the T-CNN learned, that its stages before attention begin as the CNN's, and that the last stage
-finds more of the strokes on twice the grid. It is for the digits, whose masks are known; docs/representation.md shows
-the same with your own trunk and masks.
+It ends by checking that the T-CNN learned, that its stages before attention begin as the CNN's, and
+that the last stage finds more of the strokes on twice the grid. It is for the digits, whose masks
+are known; docs/representation.md shows the same with your own trunk and masks.
 """
 
 import argparse
@@ -77,15 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     cnn, (train, validation) = study.cnn, study.loaders
     fit_digits = copy.copy(train.dataset)
     fit_digits.fixed = True  # the same scene for a digit at each epoch
-    scenes = [
-        scenes_of(digits, args.images) for digits in (fit_digits, validation.dataset)
-    ]
+    scenes = [scenes_of(digits, args.images) for digits in (fit_digits, validation.dataset)]
 
     # Probe the CNN at each epoch of its training.
     results = study.cnn_epochs("cnn", CNN)
     by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
 
-    # Convert it, or set it to stride 1, fine-tune both and probe them; train and probe a PatchConvNet from scratch.
+    # Convert it, or set it to stride 1, fine-tune both and probe them; train and probe a
+    # PatchConvNet from scratch.
     torch.manual_seed(args.seed)
     tcnn, unstrided = reparameterize(cnn), unstride(cnn)
     patchconvnet = small_patchconvnet()
@@ -129,9 +133,7 @@ def probe_epochs(
         if not path.exists():
             np.save(
                 path,
-                strokes(
-                    features(model, scenes[0][0]), features(model, scenes[1][0]), scenes
-                ),
+                strokes(features(model, scenes[0][0]), features(model, scenes[1][0]), scenes),
             )
         by_epoch.append(
             xr.Dataset(
@@ -139,10 +141,10 @@ def probe_epochs(
                 {"epoch": result.epoch},
             )
         )
-    # A classifier that is told the share of strokes in each cell does as well as any can on this grid.
+    # A classifier that is told the share of strokes in each cell does as well as any can on this
+    # grid.
     grid_shares = [
-        [of_grid(masks, maps) for maps in features(model, images)]
-        for images, masks in scenes
+        [of_grid(masks, maps) for maps in features(model, images)] for images, masks in scenes
     ]
     scores = xr.concat(by_epoch, "epoch").assign(
         ceiling=(("stage", "image"), strokes(*grid_shares, scenes))
@@ -162,21 +164,20 @@ def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Return the share of strokes in each cell of a grid, (N, 1, h, w), which is all that a grid can tell."""
+    """Return the share of strokes in each cell of a grid, (N, 1, h, w), which is all that a grid
+    can tell.
+    """
     return F.adaptive_avg_pool2d(
         torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
     ).numpy()
 
 
-def strokes(
-    fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]
-) -> np.ndarray:
+def strokes(fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]) -> np.ndarray:
     """Return the intersection over union of the strokes, (stage, image)."""
     (_, fit_masks), (_, masks) = scenes
     probe = tcnn_probe.representation.dense_probe
     scores = [
-        probe(x, masks, y, fit_masks, by_image=True)
-        for x, y in zip(judged, fit, strict=True)
+        probe(x, masks, y, fit_masks, by_image=True) for x, y in zip(judged, fit, strict=True)
     ]
     # Class 0 is the background.
     return np.stack(scores)[..., 1]
@@ -194,9 +195,7 @@ def draw(scores: xr.Dataset) -> Figure:
     for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
         for color, stage in zip(colors, mean.stage.values, strict=True):
             curve = mean.sel(model=name, stage=stage).dropna("epoch")
-            axes.plot(
-                curve.epoch, curve, color=color, marker=".", label=f"{part} {stage}"
-            )
+            axes.plot(curve.epoch, curve, color=color, marker=".", label=f"{part} {stage}")
         axes.set(xlabel="epoch", title=name)
     for name, ls in ((TCNN, "-"), (UNSTRIDED, ":")):
         curve = mean.sel(model=name).isel(stage=-1).dropna("epoch")
@@ -211,12 +210,12 @@ def draw(scores: xr.Dataset) -> Figure:
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
     ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
     for number, name in enumerate(scores.model.values):
-        # Each of the four bars is a fifth of the distance of ticks wide; the tick is in their middle.
+        # Each of the four bars is a fifth of the distance of ticks wide; the tick is in their
+        # middle.
         places = np.arange(STAGES) + (number - 1.5) * 0.2
         values = ends.sel(model=name)
         reach = abs(
-            evaluation.mean_interval(values).transpose("bound", "stage")
-            - values.mean("image")
+            evaluation.mean_interval(values).transpose("bound", "stage") - values.mean("image")
         )
         c.bar(
             places,
@@ -255,7 +254,9 @@ def at_end(values: xr.DataArray) -> xr.DataArray:
 
 
 def table(scores: xr.Dataset) -> str:
-    """Return IoU by stage at the start and at the end, with the IoU that the grid allows, and intervals of gains."""
+    """Return IoU by stage at the start and at the end, with the IoU that the grid allows, and
+    intervals of gains.
+    """
     ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
     lines = [f"\nIoU of the digit's strokes; {scores.sizes['image']} scenes"]
     lines.append(
@@ -265,24 +266,19 @@ def table(scores: xr.Dataset) -> str:
     )
     for name in scores.model.values:
         columns = [
-            part.sel(model=name).mean("image").values
-            for part in (starts, ends, scores.ceiling)
+            part.sel(model=name).mean("image").values for part in (starts, ends, scores.ceiling)
         ]
         cells = "".join(
             f"{f'{start:.2f} -> {end:.2f} of {ceiling:.2f}':>24}"
             for start, end, ceiling in zip(*columns, strict=True)
         )
-        lines.append(
-            f"{name:20}{cells}{float(at_end(scores.top1).sel(model=name)):11.3f}"
-        )
+        lines.append(f"{name:20}{cells}{float(at_end(scores.top1).sel(model=name)):11.3f}")
     gains, last = ends - starts, ends.isel(stage=-1)
     differences = {
         f"{CNN}, gain of stage {stage}": gains.sel(model=CNN, stage=stage)
         for stage in scores.stage.values
     }
-    differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(
-        stage=-1
-    )
+    differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(stage=-1)
     differences |= {
         f"last stage, {TCNN} less {stage}": last.sel(model=TCNN) - last.sel(model=stage)
         for stage in (CNN, UNSTRIDED)
@@ -290,14 +286,14 @@ def table(scores: xr.Dataset) -> str:
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
         low, high = evaluation.mean_interval(values).values
-        lines.append(
-            f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
-        )
+        lines.append(f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
     return "\n".join(lines)
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
+    """Return whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer
+    grid shows more.
+    """
     ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
     has_learned = learned(
         "the T-CNN",
@@ -306,13 +302,9 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         chance,
     )
     # All stages but the last lie before attention.
-    apart = float(
-        abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max()
-    )
+    apart = float(abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max())
     verdict = "as the CNN's" if apart < SAME else "NOT as the CNN's"
-    print(
-        f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
-    )
+    print(f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}")
     # The ResNet at stride 1 has no attention, so that the grid alone is judged.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
@@ -341,9 +333,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
-    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the digits.
+    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the
+    # digits.
     if args.data != "digits" or args.pretrained:
-        words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
+        words = (
+            "the masks are those of the digits, which a CNN has to learn; "
+            "docs/representation.md has your own"
+        )
         parser.error(f"--data, --pretrained: {words}")
     settle(
         parser,

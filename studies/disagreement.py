@@ -1,35 +1,41 @@
-r"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
+r"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of
+T-CNNs).
 
     python studies/disagreement.py
 
 Takes about 3 minutes on one CPU core.
 
-What one should see (disagreement.png): any two trainings disagree, so the disagreement of a T-CNN and its CNN means
-little by itself. The yardsticks are two trainings of the same CNN: with another order of the images from the same
-start, and from another start. Both fail on many of the same images, and so disagree less than independent errors
-would make them. The last lines that are printed say where the T-CNN departs further from its CNN than the yardsticks
-do, as far as the intervals support it. A less accurate model also disagrees more: compare the accuracies.
+What one should see (disagreement.png): any two trainings disagree, so the disagreement of a T-CNN
+and its CNN means little by itself. The yardsticks are two trainings of the same CNN: with another
+order of the images from the same start, and from another start. Both fail on many of the same
+images, and so disagree less than independent errors would make them. The last lines that are
+printed say where the T-CNN departs further from its CNN than the yardsticks do, as far as the
+intervals support it. A less accurate model also disagrees more: compare the accuracies.
 
-How: several small ResNets learn handwritten digits in cluttered scenes, each from its own seed. Each is then fine-tuned
-for as long in three ways: unchanged, unchanged with the images in another order, and as a T-CNN, with the images in the
-first order. All are shown the same validation images, clean and corrupted as those of ImageNet-C.
+How: several small ResNets learn handwritten digits in cluttered scenes, each from its own seed.
+Each is then fine-tuned for as long in three ways: unchanged, unchanged with the images in another
+order, and as a T-CNN, with the images in the first order. All are shown the same validation images,
+clean and corrupted as those of ImageNet-C.
 
 Writes into results/:
-disagreement.png    A share of images that a model and the CNN classify differently, clean and by group of corruptions;
-                    B by corruption, how much more often the T-CNN differs from it than the CNN of another order does
+disagreement.png    A share of images that a model and the CNN classify differently, clean and by
+                    group of corruptions; B by corruption, how much more often the T-CNN differs
+                    from it than the CNN of another order does
 disagreement.zarr   every decision of every model, and its confidence: xarray.open_zarr
 
-It ends by checking that the models learned, and that the CNN of another order disagrees with the CNN less often than
-independent errors would make it.
+It ends by checking that the models learned, and that the CNN of another order disagrees with the
+CNN less often than independent errors would make it.
 
-Two or more models that are trained already are compared with each other as they are, as in the thesis; in eval mode
-timm's distilled DeiT returns the mean of its two classifiers, which is the row "class+distil." of that table:
+Two or more models that are trained already are compared with each other as they are, as in the
+thesis; in eval mode timm's distilled DeiT returns the mean of its two classifiers, which is the row
+"class+distil." of that table:
 
     python studies/disagreement.py \
         --model deit_small_patch16_224 deit_small_distilled_patch16_224 regnety_160 --pretrained \
         --data path/to/imagenet --out results/deit
 
-On your own images, with a GPU. There is then no yardstick of another start, since all start from the same weights:
+On your own images, with a GPU. There is then no yardstick of another start, since all start from
+the same weights:
 
     python studies/disagreement.py --model resnetrs50 --pretrained --data path/to/imagenet \
         --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
@@ -84,7 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)
 
-    # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all decide.
+    # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all
+    # decide.
     study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
     by_training = [decide(study, nth) for nth in range(args.seeds)]
     results = xr.concat(by_training, "training")
@@ -102,7 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def decide(study: Study, nth: int) -> xr.Dataset:
-    """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the validation images."""
+    """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the
+    validation images.
+    """
     args = argparse.Namespace(**vars(study.args))
     args.seed += nth
     # The first CNN is that of the study itself.
@@ -117,9 +126,7 @@ def decide(study: Study, nth: int) -> xr.Dataset:
     runs = [
         study.finetune(control, f"control_{nth}", f"{CNN} {nth}", seed=args.seed),
         study.finetune(tcnn, f"tcnn_{nth}", f"{TCNN} {nth}", seed=args.seed),
-        study.finetune(
-            reordered, f"order_{nth}", f"{ORDER} {nth}", seed=args.seed + FAR
-        ),
+        study.finetune(reordered, f"order_{nth}", f"{ORDER} {nth}", seed=args.seed + FAR),
     ]
     for results in runs:
         list(results)  # train to the end
@@ -138,7 +145,9 @@ def decide(study: Study, nth: int) -> xr.Dataset:
 
 
 def with_other_start(results: xr.Dataset) -> xr.Dataset:
-    """Add a model to the results: the CNN of the next training, which started from different weights."""
+    """Add a model to the results: the CNN of the next training, which started from different
+    weights.
+    """
     decided = [name for name in results.data_vars if "model" in results[name].dims]
     next_cnn = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
     return xr.concat(
@@ -149,7 +158,8 @@ def with_other_start(results: xr.Dataset) -> xr.Dataset:
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
-    """Return whether each model decides differently from the CNN of its training: (training, model, by, image).
+    """Return whether each model decides differently from the CNN of its training: (training, model,
+    by, image).
 
     Labels of ``by`` begin with "clean".
     """
@@ -158,15 +168,13 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
         for nth in range(results.sizes["training"])
     ]
     models = [name for name in COLORS if name in results.model]
-    return (
-        xr.concat(runs, "training")
-        .sel(model=models)
-        .transpose("training", "model", by, "image")
-    )
+    return xr.concat(runs, "training").sel(model=models).transpose("training", "model", by, "image")
 
 
 def surplus(rates: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return how much more often the T-CNN differs from the CNN than another model does, and the 95 % interval."""
+    """Return how much more often the T-CNN differs from the CNN than another model does, and the 95
+    % interval.
+    """
     difference = rates.sel(model=TCNN, drop=True) - rates.sel(model=than, drop=True)
     return difference.mean(OVER), evaluation.mean_interval(difference, OVER)
 
@@ -180,9 +188,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     for nth, name in enumerate(models):
         values = by_group.sel(model=name)
         # Bars of all models share 0.8 of the distance between ticks.
-        at = np.arange(values.sizes["group"]) + (
-            nth - (len(models) - 1) / 2
-        ) * 0.8 / len(models)
+        at = np.arange(values.sizes["group"]) + (nth - (len(models) - 1) / 2) * 0.8 / len(models)
         bar(
             a,
             at,
@@ -223,9 +229,7 @@ def bar(
 ) -> None:
     """Draw bars with their intervals."""
     # Rounding may put a bound on the wrong side of the mean.
-    reach = np.clip(
-        [mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None
-    )
+    reach = np.clip([mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None)
     axes.bar(
         at,
         mean,
@@ -249,9 +253,7 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
         + "   accuracy, clean"
     )
     for name in by_group.model.values:
-        cells = "".join(
-            f"{float(value):>10.3f}" for value in by_group.sel(model=name).mean(OVER)
-        )
+        cells = "".join(f"{float(value):>10.3f}" for value in by_group.sel(model=name).mean(OVER))
         lines.append(
             f"{name:<18}{cells}{float(results.clean_accuracy.sel(model=name).mean()):>18.3f}"
         )
@@ -259,7 +261,9 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
 
 
 def verdicts(rates: dict[str, xr.DataArray]) -> str:
-    """Return lines on where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
+    """Return lines on where the T-CNN departs further from the CNN than each yardstick, by the
+    intervals.
+    """
     lines = []
     for than in rates["group"].model.values[1:]:
         lines.append(
@@ -274,30 +278,34 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
                     (low, high), "more often", "less often", "not distinguishable"
                 )
                 lines.append(
-                    f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
+                    f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  "
+                    f"{verdict}"
                 )
     lines.append(
-        "Intervals are over these images and trainings; so few trainings say little about other trainings."
+        "Intervals are over these images and trainings; so few trainings say little about other "
+        "trainings."
     )
     return "\n".join(lines)
 
 
 def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
+    """Return whether the models learned, and the CNN of another order shares errors with the CNN,
+    on clean images.
+    """
     has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
     )
     differ = float(by_group.sel(model=ORDER, group="clean").mean())
     cnn, reordered = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
-    return (
-        agree_on_errors(differ, cnn, reordered, "two orders of images") and has_learned
-    )
+    return agree_on_errors(differ, cnn, reordered, "two orders of images") and has_learned
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    models_help = ", or of several models, which are compared as they are (needs --pretrained and --data)"
+    models_help = (
+        ", or of several models, which are compared as they are (needs --pretrained and --data)"
+    )
     add_training(
         parser,
         small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds",
@@ -322,9 +330,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
     settle(parser, args, digits=easier)
     if args.small:
-        fill_in(
-            args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS}
-        )
+        fill_in(args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"seeds": 3, "severities": [1, 3, 5]})
     if args.data == "digits":
         fill_in(args, {"images": 50 if args.small else 150})
@@ -332,16 +338,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Turn names and weights into a name and a file for one model, and into lists of them for several models."""
+    """Turn names and weights into a name and a file for one model, and into lists of them for
+    several models.
+    """
     names = args.model if isinstance(args.model, list) else [args.model]
-    weights = (
-        args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
-    )
+    weights = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
     # --pretrained without files is an empty list: timm's weights for all. Without it, it is False.
     weights = weights or [True] * len(names)
     if len(weights) != len(names) and any(weights):
         parser.error(
-            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(weights)} files"
+            f"--pretrained: expected a file for each of {len(names)} models, or none, got "
+            f"{len(weights)} files"
         )
     # One model is a name and a file here too, as in every other study.
     if len(names) == 1:

@@ -4,22 +4,25 @@
 
 Takes about 3 minutes on one CPU core.
 
-What one should see (distillation.png): with a CNN as its teacher a transformer is more accurate than with another
-transformer, as in the thesis (Table 3.2). Whether it is also more accurate than by labels alone is printed. The thesis
-also finds that the CNN's student more often decides as a CNN does (Table 3.4), and supposes that it "benefits
-more from the inductive bias of convnets" (Sec. 3.3). The study prints whether it does here, and whether its heads are
-more convolutional than those of a transformer's student, with intervals over trainings. studies/pages/distillation.md
-has the answers.
+What one should see (distillation.png): with a CNN as its teacher a transformer is more accurate
+than with another transformer, as in the thesis (Table 3.2). Whether it is also more accurate than
+by labels alone is printed. The thesis also finds that the CNN's student more often decides as a CNN
+does (Table 3.4), and supposes that it "benefits more from the inductive bias of convnets" (Sec.
+3.3). The study prints whether it does here, and whether its heads are more convolutional than those
+of a transformer's student, with intervals over trainings. studies/pages/distillation.md has the
+answers.
 
-How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as teachers.
-Vision transformers are trained from the same weights by labels alone, by the CNN's scores (Eq. 3.2, soft), and with
-DeiT's distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
-students is recorded on the validation images. A head is more convolutional if its mean attention depends more on the
-offset between query and key alone (translation equivariance, 1 for a convolution), and if it looks at nearer places.
+How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8
+pixels, as teachers. Vision transformers are trained from the same weights by labels alone, by the
+CNN's scores (Eq. 3.2, soft), and with DeiT's distillation token by the decisions of either teacher
+(Eq. 3.3, hard; timm's model). The attention of the trained students is recorded on the validation
+images. A head is more convolutional if its mean attention depends more on the offset between query
+and key alone (translation equivariance, 1 for a convolution), and if it looks at nearer places.
 
 Writes into results/:
-distillation.png    A accuracy, B share of images decided differently from each teacher, C translation equivariance and
-                    D distance of attention, as a share of that of uniform attention; a point for each seed
+distillation.png    A accuracy, B share of images decided differently from each teacher, C
+                    translation equivariance and D distance of attention, as a share of that of
+                    uniform attention; a point for each seed
 distillation.zarr   the same by (arm, seed), and heads by (arm, seed, layer, head): xarray.open_zarr
 
 It ends by checking that all teachers and students learned.
@@ -88,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
 
-    # Each seed has teachers of its own, so that intervals over seeds cover the whole chain of trainings.
+    # Each seed has teachers of its own, so that intervals over seeds cover the whole chain of
+    # trainings.
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     draw(results).savefig(output.figure, dpi=200)
@@ -98,7 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train the two teachers and a student of each kind, and return the students' measurements and the accuracies."""
+    """Train the two teachers and a student of each kind, and return the students' measurements and
+    the accuracies.
+    """
     torch.manual_seed(seed)
     teachers = {"CNN": small_cnn(), "transformer": small_vit()}
     for teacher in teachers.values():
@@ -138,7 +144,9 @@ def small_vit() -> VisionTransformer:
 
 @torch.no_grad()
 def with_distillation_token(model: VisionTransformer) -> VisionTransformerDistilled:
-    """Return the transformer with a second token and its classifier, and otherwise the same weights."""
+    """Return the transformer with a second token and its classifier, and otherwise the same
+    weights.
+    """
     distilled = VisionTransformerDistilled(**SIZES)
     weights = model.state_dict()
     places = weights.pop("pos_embed")
@@ -173,9 +181,7 @@ def measured(model: nn.Module, decided: dict[str, Tensor]) -> xr.Dataset:
     ).reset_coords(drop=True)
 
 
-def learn_from(
-    teacher: nn.Module, model: nn.Module, epochs: int, seed: int, *, soft: bool
-) -> None:
+def learn_from(teacher: nn.Module, model: nn.Module, epochs: int, seed: int, *, soft: bool) -> None:
     """Train a student in place, by labels and by a teacher's scores (soft) or decisions."""
     if isinstance(model, VisionTransformerDistilled):
         # In this mode the model returns the scores of both tokens.
@@ -199,19 +205,19 @@ def loss_of(
     """Return the loss of a student.
 
     Args:
-        scores: Scores of the student, (B, K); those of the class token and of the distillation token, if it has one.
+        scores: Scores of the student, (B, K); those of the class token and of the distillation
+            token, if it has one.
         labels: Classes, (B,).
         taught: Scores of the teacher, (B, K).
-        soft: Whether the student learns the teacher's scores (Eq. 3.2), and not its decisions (Eq. 3.3).
+        soft: Whether the student learns the teacher's scores (Eq. 3.2), and not its decisions (Eq.
+            3.3).
     """
     if isinstance(scores, tuple):
         of_class, of_token = scores
         by_teacher = F.cross_entropy(of_token, taught.argmax(1))
         return (F.cross_entropy(of_class, labels) + by_teacher) / 2
     by_labels = F.cross_entropy(scores, labels)
-    student, teacher = (
-        (part / TEMPERATURE).log_softmax(1) for part in (scores, taught)
-    )
+    student, teacher = ((part / TEMPERATURE).log_softmax(1) for part in (scores, taught))
     divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
     # lerp is (1 - lambda) of the first and lambda of the second.
     return torch.lerp(by_labels, TEMPERATURE**2 * divergence, SOFT_WEIGHT)
@@ -226,9 +232,7 @@ def draw(results: xr.Dataset) -> Figure:
     draw_points(panels[0], results.top1, "accuracy", "o")
     for teacher, marker in (("CNN", "o"), ("transformer", "x")):
         draw_points(panels[1], results.disagreement.sel(teacher=teacher), "", marker)
-    panels[1].set_xlabel(
-        "share decided differently from the CNN (o), the transformer (x)"
-    )
+    panels[1].set_xlabel("share decided differently from the CNN (o), the transformer (x)")
     draw_points(
         panels[2],
         results.equivariance.mean(heads),
@@ -275,39 +279,30 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
         return values.sel(arm=first) - values.sel(arm=second)
 
     return {
-        "decides as the CNN, token less labels alone": difference(
-            from_cnn, LABELS, OF_CNN
-        ),
-        "decides as the CNN, soft less labels alone": difference(
-            from_cnn, LABELS, SOFT
-        ),
-        "equivariance, of a CNN less of a transformer": difference(
-            equivariance, OF_CNN, OF_VIT
-        ),
-        "equivariance, token of a CNN less labels alone": difference(
-            equivariance, OF_CNN, LABELS
-        ),
+        "decides as the CNN, token less labels alone": difference(from_cnn, LABELS, OF_CNN),
+        "decides as the CNN, soft less labels alone": difference(from_cnn, LABELS, SOFT),
+        "equivariance, of a CNN less of a transformer": difference(equivariance, OF_CNN, OF_VIT),
+        "equivariance, token of a CNN less labels alone": difference(equivariance, OF_CNN, LABELS),
         "equivariance, soft less labels alone": difference(equivariance, SOFT, LABELS),
-        "nearness, of a CNN less of a transformer": difference(
-            nearness, OF_CNN, OF_VIT
-        ),
-        "nearness, token of a CNN less labels alone": difference(
-            nearness, OF_CNN, LABELS
-        ),
+        "nearness, of a CNN less of a transformer": difference(nearness, OF_CNN, OF_VIT),
+        "nearness, token of a CNN less labels alone": difference(nearness, OF_CNN, LABELS),
         "accuracy, token of a CNN less labels alone": difference(top1, OF_CNN, LABELS),
         "accuracy, of a CNN less of a transformer": difference(top1, OF_CNN, OF_VIT),
     }
 
 
 def table(results: xr.Dataset) -> str:
-    """Return means of each arm, and each difference with its interval over trainings and a verdict."""
+    """Return means of each arm, and each difference with its interval over trainings and a
+    verdict.
+    """
     teachers = ", ".join(
         f"{name} {float(results.teacher_top1.sel(teacher=name).mean()):.3f}"
         for name in results.teacher.values
     )
     lines = [f"\naccuracy of the teachers: {teachers}"]
     lines.append(
-        f"{'':26}accuracy  other than CNN  than transformer  equivariance  distance  convolutional heads"
+        f"{'':26}accuracy  other than CNN  than transformer  equivariance  distance  convolutional "
+        "heads"
     )
     for arm in results.arm.values:
         of_arm = results.sel(arm=arm)
@@ -324,9 +319,7 @@ def table(results: xr.Dataset) -> str:
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
         verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(
-            f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
-        )
+        lines.append(f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
     return "\n".join(lines)
 
 
@@ -347,9 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--epochs", type=from_least(1), help="epochs of each network (default: 10)"
-    )
+    group.add_argument("--epochs", type=from_least(1), help="epochs of each network (default: 10)")
     group.add_argument(
         "--seeds",
         type=from_least(1),

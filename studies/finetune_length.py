@@ -4,19 +4,21 @@ r"""Gain of longer fine-tuning, with attention and without (T-CNN paper, Table 4
 
 Takes about 4 minutes on one CPU core.
 
-What one should see (finetune_length.png): fine-tuned for longer, the T-CNN ends more accurate, as in the paper. The
-control shows what the paper's table leaves open: whether the CNN, trained further for as long, gains as much.
+What one should see (finetune_length.png): fine-tuned for longer, the T-CNN ends more accurate, as
+in the paper. The control shows what the paper's table leaves open: whether the CNN, trained further
+for as long, gains as much.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its
-T-CNN are fine-tuned for several numbers of epochs, each with its own warm-up and cosine decay, as in the paper: a
-shorter run is not a longer run that was stopped early.
+How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is
+(control) and its T-CNN are fine-tuned for several numbers of epochs, each with its own warm-up and
+cosine decay, as in the paper: a shorter run is not a longer run that was stopped early.
 
 Writes into results/:
-finetune_length.png    A accuracy at the end by the number of epochs, B accuracy by epoch of each run
+finetune_length.png    A accuracy at the end by the number of epochs, B accuracy by epoch of each
+                       run
 finetune_length.zarr   accuracies by (model, length, epoch): xarray.open_zarr
 
-It ends by checking that the models learned, and that the longest fine-tuning of the T-CNN ended more accurate than the
-shortest.
+It ends by checking that the models learned, and that the longest fine-tuning of the T-CNN ended
+more accurate than the shortest.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -54,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
     study.train_cnn()
 
-    # Fine-tune the CNN as it is (control) and converted, for each number of epochs, and watch their accuracies.
+    # Fine-tune the CNN as it is (control) and converted, for each number of epochs, and watch their
+    # accuracies.
     by_length = []
     for length in args.lengths:
         torch.manual_seed(args.seed)  # the same queries and keys for each length
@@ -128,7 +131,8 @@ def table(scores: xr.Dataset) -> str:
     # Standard error of a share, which is largest at 1/2.
     error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation images: a standard ",
+        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation "
+        "images: a standard ",
     ]
     lines[0] += f"error is at most {error:.3f})"
     rows = [
@@ -143,18 +147,19 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the T-CNN ended more accurate after the longest fine-tuning."""
+    """Return whether the models learned, and the T-CNN ended more accurate after the longest
+    fine-tuning.
+    """
     last = end(scores)
     have_learned = [
-        learned(
-            f"the {name}", float(last.sel(model=name)[-1]), int(scores.images), chance
-        )
+        learned(f"the {name}", float(last.sel(model=name)[-1]), int(scores.images), chance)
         for name in COLORS
     ]
     shortest, longest = (float(last.sel(model=TCNN)[at]) for at in (0, -1))
     verdict = "more" if longest > shortest else "NOT more"
     print(
-        f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and {longest:.3f}"
+        f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and "
+        f"{longest:.3f}"
     )
     return all(have_learned) and longest > shortest
 
@@ -174,9 +179,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "finetune_length")
     # Two options for the number of epochs could contradict each other.
     if args.epochs is not None:
-        parser.error(
-            "--epochs: here --lengths says how long, such as --lengths 10 20 50"
-        )
+        parser.error("--epochs: here --lengths says how long, such as --lengths 10 20 50")
     settle(parser, args)
     digits = [2, 4] if args.small else [2, 4, 8]
     fill_in(args, {"lengths": digits if args.data == "digits" else [10, 20, 50]})

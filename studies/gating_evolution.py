@@ -1,26 +1,31 @@
-r"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
+r"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig.
+4).
 
     python studies/gating_evolution.py
 
 Takes about 2 minutes on one CPU core.
 
-What one should see (gating_evolution.png): all gates start at sigma(1) = 0.73. Those of the first GPSA layer rise: it
-continues to convolve. Those of the last layer fall: it hardly uses position any more, and after so short a training its
-content attention is still spread almost evenly over the image (D; log 64 = 4.16 nat is uniform). The two layers between
-differ from seed to seed (studies/pages/gating_evolution.md has the ranges).
+What one should see (gating_evolution.png): all gates start at sigma(1) = 0.73. Those of the first
+GPSA layer rise: it continues to convolve. Those of the last layer fall: it hardly uses position any
+more, and after so short a training its content attention is still spread almost evenly over the
+image (D; log 64 = 4.16 nat is uniform). The two layers between differ from seed to seed
+(studies/pages/gating_evolution.md has the ranges).
 
-How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then reparameterized as gated
-positional self-attention (GPSA) and fine-tuned, while the gate, the attention span and the entropy of every head are
-recorded. As the control, a copy of the CNN is fine-tuned for as long without attention. Attention is then confounded
-with the doubled grid of the last stage: --unstrided adds a control that has this grid and no attention.
+How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then
+reparameterized as gated positional self-attention (GPSA) and fine-tuned, while the gate, the
+attention span and the entropy of every head are recorded. As the control, a copy of the CNN is
+fine-tuned for as long without attention. Attention is then confounded with the doubled grid of the
+last stage: --unstrided adds a control that has this grid and no attention.
 
 Writes into results/:
-gating_evolution.png    A accuracy (dotted: of the T-CNN on its training batches, which are augmented on photographs),
-                        B attention span 1 / alpha, C gate sigma(lambda), D entropy of content and positional attention,
-                        each on a scale of its own; thin lines are heads, thick ones their mean over the layer
+gating_evolution.png    A accuracy (dotted: of the T-CNN on its training batches, which are
+                        augmented on photographs), B attention span 1 / alpha, C gate sigma(lambda),
+                        D entropy of content and positional attention, each on a scale of its own;
+                        thin lines are heads, thick ones their mean over the layer
 gating_evolution.zarr   the recording: xarray.open_zarr
 
-It ends by checking that the mean gates of the layers moved apart, and that the T-CNN learned something.
+It ends by checking that the mean gates of the layers moved apart, and that the T-CNN learned
+something.
 
 On your own images, as the papers did on ImageNet with a GPU:
 
@@ -70,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     cnn, output = study.cnn, study.output
     cnn_results = study.train_cnn()
 
-    # The controls are trained first, so that the recording of the T-CNN can include their accuracies.
+    # The controls are trained first, so that the recording of the T-CNN can include their
+    # accuracies.
     control_results: dict[str, EpochResults] = {}
     for name, control in control_models(cnn, args).items():
         results = study.finetune(control, name, TRAINING_TITLES[name])
@@ -100,13 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(dataset, study.chance), args.data)
 
 
-def accuracies(
-    control_results: Mapping[str, EpochResults], epoch: int
-) -> dict[str, float]:
+def accuracies(control_results: Mapping[str, EpochResults], epoch: int) -> dict[str, float]:
     """Return the accuracies of the controls after an epoch, by their names in the recording."""
-    return {
-        f"{name}_top1": results[epoch].top1 for name, results in control_results.items()
-    }
+    return {f"{name}_top1": results[epoch].top1 for name, results in control_results.items()}
 
 
 @mpl.rc_context(STYLE)
@@ -125,9 +127,7 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
         "E": "positional_entropy",
     }
     for letter, variable in panels.items():
-        tcnn_probe.plot.evolution(
-            dataset[variable], axes[letter], colors=colors, legend=False
-        )
+        tcnn_probe.plot.evolution(dataset[variable], axes[letter], colors=colors, legend=False)
         axes[letter].set_xlabel("epoch after reparameterization")
     axes["B"].set(
         ylabel=r"attention span $1/\alpha$ (pixel$^2$)",
@@ -138,10 +138,9 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
         title="attention paid to position",
         ylim=(0, 1),
     )
-    # The entropies lie too far apart for one scale, so one panel is split in two: D has the title, E the epochs.
-    axes["D"].set(
-        ylabel="content (nat)", title="entropy of content (above) and position (below)"
-    )
+    # The entropies lie too far apart for one scale, so one panel is split in two: D has the title,
+    # E the epochs.
+    axes["D"].set(ylabel="content (nat)", title="entropy of content (above) and position (below)")
     axes["D"].set(xlabel="", xticklabels=[])
     axes["E"].set(ylabel="position (nat)", title="")
 
@@ -151,10 +150,10 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
     return figure
 
 
-def draw_accuracies(
-    panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults
-) -> None:
-    """Draw the accuracies of the CNN, its controls and its T-CNN, at negative epochs before reparameterization."""
+def draw_accuracies(panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults) -> None:
+    """Draw the accuracies of the CNN, its controls and its T-CNN, at negative epochs before
+    reparameterization.
+    """
     if cnn_results:  # empty if the CNN came with weights
         last = cnn_results[-1].epoch
         panel.plot(
@@ -207,7 +206,8 @@ def head_table(dataset: xr.Dataset) -> str:
     width = max(len(str(name)) for name in last.layer.values)
     heads = " ".join(f"{head:>4}" for head in last["head"].values)
     lines = [
-        f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content alone)",
+        f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content "
+        "alone)",
         f"{'layer':<{width}}  {heads}   mean  span  H(content)  H(position)",
     ]
     columns = ["gate", "attention_span", "content_entropy", "positional_entropy"]
@@ -217,33 +217,37 @@ def head_table(dataset: xr.Dataset) -> str:
         gates = " ".join("    " if g != g else f"{g:4.2f}" for g in row.gate.values)
         gate, span, content, position = (float(row[name].mean()) for name in columns)
         lines.append(
-            f"{layer:<{width}}  {gates}   {gate:4.2f} {span:5.2f}  {content:10.2f}  {position:11.2f}"
+            f"{layer:<{width}}  {gates}   {gate:4.2f} {span:5.2f}  {content:10.2f}  "
+            f"{position:11.2f}"
         )
     return "\n".join(lines)
 
 
 def type_counts(types: xr.DataArray) -> str:
     """Return a sentence on the number of heads of each type."""
-    counts = [
-        f"{int((types == kind).sum())} {words}" for kind, words in BY_GATE.items()
-    ]
+    counts = [f"{int((types == kind).sum())} {words}" for kind, words in BY_GATE.items()]
     return f"heads by their gate: {', '.join(counts)}"
 
 
 def offset_report(dataset: xr.Dataset) -> str:
-    """Return a sentence on whether the gate tells how much of a head's selectivity is a convolution."""
+    """Return a sentence on whether the gate tells how much of a head's selectivity is a
+    convolution.
+    """
     last = dataset.isel(epoch=-1)
     share = (last.offset_information / last.selectivity).where(last.selectivity > 0)
     exists = (share + last.gate).notnull().values
     rho = spearmanr(last.gate.values[exists], share.values[exists]).statistic
     return (
-        f"the offset explains {float(share.min()):.2f} to {float(share.max()):.2f} of the heads' selectivity, "
-        f"{float(share.mean()):.2f} on average; rank correlation with the gate {rho:.2f}, over {exists.sum()} heads"
+        f"the offset explains {float(share.min()):.2f} to {float(share.max()):.2f} of the heads' "
+        f"selectivity, {float(share.mean()):.2f} on average; rank correlation with the gate "
+        f"{rho:.2f}, over {exists.sum()} heads"
     )
 
 
 def accuracy_report(dataset: xr.Dataset) -> str:
-    """Return a sentence on which model ended ahead, and by how many standard errors of the validation set."""
+    """Return a sentence on which model ended ahead, and by how many standard errors of the
+    validation set.
+    """
     start, last = dataset.isel(epoch=0), dataset.isel(epoch=-1)
     tcnn, control = float(last.top1), float(last.control_top1)
     verdict = "T-CNN ahead" if tcnn > control else "CNN ahead"
@@ -257,9 +261,10 @@ def accuracy_report(dataset: xr.Dataset) -> str:
         if f"{name}_top1" in last
     )
     return (
-        f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized {float(start.top1):.3f}; "
-        f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "
-        f"({verdict}: {tcnn - control:+.3f}, standard error about {error:.3f} on {n:.0f} images, one seed)"
+        f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized "
+        f"{float(start.top1):.3f}; after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "
+        f"({verdict}: {tcnn - control:+.3f}, standard error about {error:.3f} on {n:.0f} images, "
+        "one seed)"
     )
 
 
@@ -268,11 +273,13 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
     means = dataset.gate.mean("head")
     spread = means.max("layer") - means.min("layer")
     start, end = float(spread[0]), float(spread[-1])
-    # All gates start alike, so the spread starts at 0; less than 0.1 can hardly be seen in the figure.
+    # All gates start alike, so the spread starts at 0; less than 0.1 can hardly be seen in the
+    # figure.
     moved = end > start + 0.1
     verdict = "moved apart" if moved else "did NOT move apart"
     print(
-        f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the furthest two"
+        f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the "
+        "furthest two"
     )
     last = dataset.isel(epoch=-1)
     images = int(last.images.max())

@@ -1,30 +1,35 @@
-r"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4 and 5).
+r"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4
+and 5).
 
     python studies/head_entropy.py
 
 Takes about 2 minutes on one CPU core.
 
-What one should see (head_entropy.png): before fine-tuning every head is convolutional. Heads of the first GPSA layer
-stay convolutional; in the last one gates fall, and low-gate heads appear. The positional part of every head remains as
-narrow as that of a convolution, a pixel or two; the content part of every head is spread over the whole image and,
-after so short a training, hardly narrower than uniform attention. So the types differ in which of the two parts the
-gate lets through, and much less in these parts themselves: a low-gate head here looks everywhere alike.
+What one should see (head_entropy.png): before fine-tuning every head is convolutional. Heads of the
+first GPSA layer stay convolutional; in the last one gates fall, and low-gate heads appear. The
+positional part of every head remains as narrow as that of a convolution, a pixel or two; the
+content part of every head is spread over the whole image and, after so short a training, hardly
+narrower than uniform attention. So the types differ in which of the two parts the gate lets
+through, and much less in these parts themselves: a low-gate head here looks everywhere alike.
 
-How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is then reparameterized as gated
-positional self-attention (GPSA) and fine-tuned. At each epoch every head is typed (``tcnn_probe.head_types(...,
-by="gate")``; its type "content", a gate of at most 1/3, is called "low-gate" here), and the positional and the content
-part of its attention (Eq. 7) are measured separately: their entropy, and the mean distance from a query to the keys
-that it attends to.
+How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is then
+reparameterized as gated positional self-attention (GPSA) and fine-tuned. At each epoch every head
+is typed (``tcnn_probe.head_types(..., by="gate")``; its type "content", a gate of at most 1/3, is
+called "low-gate" here), and the positional and the content part of its attention (Eq. 7) are
+measured separately: their entropy, and the mean distance from a query to the keys that it attends
+to.
 
 Writes into results/:
-head_entropy.png              a column for each layer: A heads of each type, B entropy and C distance of the two parts,
-                              means over the heads of each type; dotted: uniform attention, padding included (content
-                              attends to real pixels only: log 64 = 4.16 nat at most)
+head_entropy.png              a column for each layer: A heads of each type, B entropy and C
+                              distance of the two parts, means over the heads of each type; dotted:
+                              uniform attention, padding included (content attends to real pixels
+                              only: log 64 = 4.16 nat at most)
 head_entropy.zarr             the numbers behind it, by head, with the types: xarray.open_zarr
-head_entropy_recording.zarr   the recording of tcnn_probe, with the distances of the parts: tcnn_probe.open
+head_entropy_recording.zarr   the recording of tcnn_probe, with the distances of the parts:
+                              tcnn_probe.open
 
-It ends by checking that all heads start convolutional and some end with a low gate, and that the whole attention of
-these is more spread out and reaches further than that of convolutional heads.
+It ends by checking that all heads start convolutional and some end with a low gate, and that the
+whole attention of these is more spread out and reaches further than that of convolutional heads.
 
 On your own images, as the papers did on ImageNet with a GPU:
 
@@ -74,7 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("head_entropy", args, stages=2)
     study.train_cnn()
 
-    # Convert it and fine-tune it, and record every head and the distances of the two parts of its attention.
+    # Convert it and fine-tune it, and record every head and the distances of the two parts of its
+    # attention.
     torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = reparameterize(study.cnn)
     store = study.output.beside("_recording.zarr")
@@ -131,8 +137,8 @@ DISTANCES = tcnn_probe.Probe(
             ("layer", "head"),
             "cell",
             f"distance of {part} attention",
-            f"Mean distance from a query to the keys that the {part} part of its attention (T-CNN Eq. 7) attends to, "
-            "over images and queries.",
+            f"Mean distance from a query to the keys that the {part} part of its attention (T-CNN "
+            "Eq. 7) attends to, over images and queries.",
         )
         for part in PARTS
     },
@@ -183,15 +189,13 @@ def counts(axes: Axes, heads: xr.Dataset) -> None:
 
 
 def parts(axes: Axes, heads: xr.Dataset, measure: str, uniform: xr.DataArray) -> None:
-    """Draw a line for each part and type, the mean over its heads; it has gaps where no head is of the type."""
+    """Draw a line for each part and type, the mean over its heads; it has gaps where no head is of
+    the type.
+    """
     for part, ls in PARTS.items():
         for name in BY_GATE:
-            mean = (
-                heads[f"{part}_{measure}"].where(heads.head_type == name).mean("head")
-            )
-            axes.plot(
-                heads.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
-            )
+            mean = heads[f"{part}_{measure}"].where(heads.head_type == name).mean("head")
+            axes.plot(heads.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5)
     axes.plot(heads.epoch, uniform, color="0.3", ls=":", lw=1)
 
 
@@ -207,41 +211,41 @@ def table(heads: xr.Dataset) -> str:
         "content_distance": "d(content)",
     }
     lines = [
-        f"\nmeans over the heads of each type after epoch {int(last.epoch)}; entropies in nat, distances in pixels"
+        f"\nmeans over the heads of each type after epoch {int(last.epoch)}; entropies in nat, "
+        "distances in pixels"
     ]
-    lines.append(
-        f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values())
-    )
+    lines.append(f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values()))
     for name, words in BY_GATE.items():
         is_type = last.head_type == name
         cells = "".join(
-            f"{float(last[variable].where(is_type).mean()):13.2f}"
-            for variable in columns
+            f"{float(last[variable].where(is_type).mean()):13.2f}" for variable in columns
         )
-        lines.append(
-            f"{words:14} {int(is_type.sum()):5d}"
-            + (cells if bool(is_type.any()) else "")
-        )
+        lines.append(f"{words:14} {int(is_type.sum()):5d}" + (cells if bool(is_type.any()) else ""))
     uniform = [float(last[name].mean()) for name in UNIFORM]
     lines.append(
-        f"uniform attention, padding included: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, mean over layers"
+        f"uniform attention, padding included: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, "
+        "mean over layers"
     )
     return "\n".join(lines)
 
 
 def check(heads: xr.Dataset) -> bool:
-    """Return whether all heads start convolutional, and low-gate heads end with larger entropy and distance."""
+    """Return whether all heads start convolutional, and low-gate heads end with larger entropy and
+    distance.
+    """
     first, last = heads.isel(epoch=0), heads.isel(epoch=-1)
     count = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
     print(
-        f"check: {start} of {count} heads start convolutional{'' if start == count else ', NOT all'}"
+        f"check: {start} of {count} heads start "
+        f"convolutional{'' if start == count else ', NOT all'}"
     )
     measures = {"entropy": "nat", "attention_distance": "pixels"}
     kinds = [last[list(measures)].where(last.head_type == name) for name in PAIR]
     ends = [int((last.head_type == name).sum()) for name in PAIR]
     print(
-        f"check: at the end {ends[0]} are convolutional and {ends[1]} low-gate{'' if all(ends) else ': NOT both kinds'}"
+        f"check: at the end {ends[0]} are convolutional and {ends[1]} "
+        f"low-gate{'' if all(ends) else ': NOT both kinds'}"
     )
     # Means over no heads cannot be compared.
     if not all(ends):

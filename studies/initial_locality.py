@@ -4,20 +4,22 @@ r"""Strictness of the convolutional start: locality strength and gate (T-CNN pap
 
 Takes about 8 minutes on one CPU core.
 
-What one should see (initial_locality.png): the higher gates start, the higher they end. The paper names a trade-off:
-heads that start strictly local "may stay stuck in the convolutional configuration", and heads that start with a low
-gate or a wide positional attention give up the CNN's function. The accuracy at the start shows the second. The study
-prints whether the start between the extremes, the paper's alpha = lambda = 1, ends as the most accurate.
+What one should see (initial_locality.png): the higher gates start, the higher they end. The paper
+names a trade-off: heads that start strictly local "may stay stuck in the convolutional
+configuration", and heads that start with a low gate or a wide positional attention give up the
+CNN's function. The accuracy at the start shows the second. The study prints whether the start
+between the extremes, the paper's alpha = lambda = 1, ends as the most accurate.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized as gated positional
-self-attention (GPSA), starting from each pair of a locality strength alpha and a gating parameter lambda. All are
-fine-tuned with one recipe, and so is the CNN as it is. Every head is recorded.
+How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized
+as gated positional self-attention (GPSA), starting from each pair of a locality strength alpha and
+a gating parameter lambda. All are fine-tuned with one recipe, and so is the CNN as it is. Every
+head is recorded.
 
 Writes into results/:
-initial_locality.png    for each start: A accuracy before and B after fine-tuning, C mean gate and D content information
-                        after it, E gates by epoch for the paper's alpha
-initial_locality.zarr   heads and accuracies by (locality_strength, gating, epoch), and the accuracy of the CNN
-                        that is trained further (control): xarray.open_zarr
+initial_locality.png    for each start: A accuracy before and B after fine-tuning, C mean gate and D
+                        content information after it, E gates by epoch for the paper's alpha
+initial_locality.zarr   heads and accuracies by (locality_strength, gating, epoch), and the accuracy
+                        of the CNN that is trained further (control): xarray.open_zarr
 
 It ends by checking that the T-CNNs learned, and that gates which start higher end higher.
 
@@ -88,7 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
-    """Fine-tune a T-CNN that starts from these alpha and lambda, and return the recording of its heads."""
+    """Fine-tune a T-CNN that starts from these alpha and lambda, and return the recording of its
+    heads.
+    """
     name = f"alpha={strength:g},lambda={gating:g}"
     title = f"alpha = {strength:g}, lambda = {gating:g}"
     torch.manual_seed(study.args.seed)  # the same queries and keys from each start
@@ -101,7 +105,9 @@ def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
 
 
 def stack(datasets: list[xr.Dataset], dim: str, labels: list[float]) -> xr.Dataset:
-    """Return the datasets along a new dimension; attributes in which they differ, such as times, are dropped."""
+    """Return the datasets along a new dimension; attributes in which they differ, such as times,
+    are dropped.
+    """
     return xr.concat(datasets, xr.Variable(dim, labels), combine_attrs="drop_conflicts")
 
 
@@ -130,7 +136,9 @@ def draw(scores: xr.Dataset) -> Figure:
 
 
 def draw_gates(panel: Axes, scores: xr.Dataset) -> None:
-    """Draw the gates by epoch for the middle alpha, a colour for each lambda: heads thin, their mean thick."""
+    """Draw the gates by epoch for the middle alpha, a colour for each lambda: heads thin, their
+    mean thick.
+    """
     strengths = scores.locality_strength.values
     middle = strengths[len(strengths) // 2]
     colors = ordered_colors(scores.sizes["gating"])
@@ -219,9 +227,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     ends = last.gate.mean(["layer", "head", "locality_strength"]).values
     ordered = bool((ends[1:] > ends[:-1]).all())
     verdict = "end higher" if ordered else "do NOT end higher"
-    print(
-        f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}"
-    )
+    print(f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}")
     return has_learned and ordered
 
 

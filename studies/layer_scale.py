@@ -1,26 +1,30 @@
-r"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's thesis, Fig. 3.6).
+r"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's
+thesis, Fig. 3.6).
 
     python studies/layer_scale.py
 
 Takes about a minute on one CPU core.
 
-What one should see (layer_scale.png): for each block the norm of a residual branch, divided by the norm of the main
-branch that it is added to. With LayerScale the ratio starts ten times smaller, and training decides how far each branch
-opens. The last lines that are printed say how much the ratio varies over the blocks, which in the thesis is less with
-LayerScale; studies/pages/layer_scale.md says what several seeds agree on.
+What one should see (layer_scale.png): for each block the norm of a residual branch, divided by the
+norm of the main branch that it is added to. With LayerScale the ratio starts ten times smaller, and
+training decides how far each branch opens. The last lines that are printed say how much the ratio
+varies over the blocks, which in the thesis is less with LayerScale; studies/pages/layer_scale.md
+says what several seeds agree on.
 
-How: two vision transformers of 12 blocks learn handwritten digits from the same initial weights and the same images.
-One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18 blocks. After each epoch the probe
-"layer-scale" measures the ratio on the validation images, before stochastic depth.
+How: two vision transformers of 12 blocks learn handwritten digits from the same initial weights and
+the same images. One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18
+blocks. After each epoch the probe "layer-scale" measures the ratio on the validation images, before
+stochastic depth.
 
 Writes into results/:
-layer_scale.png             the ratio by block, darker with each epoch: attention at the top, the MLP at the bottom;
-                            without LayerScale on the left, with LayerScale on the right, on scales of their own
+layer_scale.png             the ratio by block, darker with each epoch: attention at the top, the
+                            MLP at the bottom; without LayerScale on the left, with LayerScale on
+                            the right, on scales of their own
 layer_scale.zarr            the numbers behind it, (model, epoch, layer, branch): xarray.open_zarr
 layer_scale_*.zarr          the recording of each model
 
-It ends by checking that both models learned, and that at the start the first branch with LayerScale is 0.1 times that
-without, as it must be.
+It ends by checking that both models learned, and that at the start the first branch with LayerScale
+is 0.1 times that without, as it must be.
 
 With timm's weights nothing is trained, and one model is shown your own images:
 
@@ -56,9 +60,7 @@ ROUNDING = 1e-4  # relative rounding of norms in float32
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    run = begin_single(
-        "layer_scale", args, lambda size: small_vit(size, args), before=has_blocks
-    )
+    run = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
     scores = record_trained(run) if args.model else record_training(run)
     run.output.save(scores)
     draw(scores.residual_ratio).savefig(run.output.figure, dpi=200)
@@ -67,10 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(scores, run), args.model or "digits")
 
 
-def small_vit(
-    size: int, args: argparse.Namespace, *, scaled: bool = False
-) -> nn.Module:
-    """Return a transformer of width 48 with four heads, on 4 x 4 patches: 3 blocks in the small form, else 12."""
+def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
+    """Return a transformer of width 48 with four heads, on 4 x 4 patches: 3 blocks in the small
+    form, else 12.
+    """
     model = VisionTransformer(
         img_size=size,
         patch_size=size // 4,
@@ -113,12 +115,8 @@ def record_training(run: SingleModel) -> xr.Dataset:
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
-        by_model.append(
-            xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1})
-        )
-    return xr.concat(
-        by_model, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"
-    )
+        by_model.append(xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1}))
+    return xr.concat(by_model, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override")
 
 
 def record_trained(run: SingleModel) -> xr.Dataset:
@@ -149,14 +147,13 @@ def draw(ratios: xr.DataArray) -> Figure:
         for axes, (branch, words) in zip(column, BRANCHES.items(), strict=True):
             for color, epoch in zip(colors, ratios.epoch.values, strict=True):
                 curve = ratios.sel(model=model, branch=branch, epoch=epoch)
-                axes.plot(
-                    curve, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}"
-                )
+                axes.plot(curve, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}")
             axes.set(title=f"{words}, {model}", ylim=(0, None))
             whole_ticks(axes)
         handles, labels = column[0].get_legend_handles_labels()
         column[0].legend(
-            # The legend has the first and the last epoch only; the shades between explain themselves.
+            # The legend has the first and the last epoch only; the shades between explain
+            # themselves.
             handles[:: len(handles) - 1 or 1],
             labels[:: len(labels) - 1 or 1],
             frameon=False,
@@ -169,10 +166,10 @@ def draw(ratios: xr.DataArray) -> Figure:
 
 
 def table(ratios: xr.DataArray) -> str:
-    """Return the first and the last epoch as a table: the mean over blocks, and how much the blocks vary."""
-    lines = [
-        f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"
-    ]
+    """Return the first and the last epoch as a table: the mean over blocks, and how much the blocks
+    vary.
+    """
+    lines = [f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"]
     for model in ratios.model.values:
         for branch, words in BRANCHES.items():
             of_branch = ratios.sel(model=model, branch=branch)
@@ -192,7 +189,9 @@ def variation(ratios: xr.DataArray) -> xr.DataArray:
 
 
 def check(scores: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether both models learned, and LayerScale multiplied the first branch by its initial weight."""
+    """Return whether both models learned, and LayerScale multiplied the first branch by its initial
+    weight.
+    """
     if run.args.model:
         return True
     have_learned = all(
@@ -212,8 +211,7 @@ def check(scores: xr.Dataset, run: SingleModel) -> bool:
     for branch, words in BRANCHES.items():
         variations = variation(scores.residual_ratio.sel(branch=branch))
         numbers = ", ".join(
-            f"{name} {float(variations.sel(model=name)):.2f}"
-            for name in scores.model.values
+            f"{name} {float(variations.sel(model=name)):.2f}" for name in scores.model.values
         )
         print(f"variation over the blocks of {words}, at the end: {numbers}")
     return have_learned and scaled

@@ -1,22 +1,26 @@
-r"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper, Fig. 6).
+r"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper,
+Fig. 6).
 
     python studies/learning_rate_dip.py
 
 Takes about 7 minutes on one CPU core.
 
-What one should see (learning_rate_dip.png): with the largest rate the T-CNN climbs furthest from its lowest accuracy.
-In the paper, whose CNN is fully trained, accuracy dips first, lower with a larger rate. The table that is printed says
-whether it did here, and how far, for the T-CNN and for the CNN that is trained further.
+What one should see (learning_rate_dip.png): with the largest rate the T-CNN climbs furthest from
+its lowest accuracy. In the paper, whose CNN is fully trained, accuracy dips first, lower with a
+larger rate. The table that is printed says whether it did here, and how far, for the T-CNN and for
+the CNN that is trained further.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its T-CNN
-are fine-tuned with several peak learning rates, all with the same warm-up and cosine decay.
+How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is
+(control) and its T-CNN are fine-tuned with several peak learning rates, all with the same warm-up
+and cosine decay.
 
 Writes into results/:
-learning_rate_dip.png    A the T-CNN, B the control: validation accuracy by epoch, a line per rate; grey: warm-up
+learning_rate_dip.png    A the T-CNN, B the control: validation accuracy by epoch, a line per rate;
+                         grey: warm-up
 learning_rate_dip.zarr   accuracies and losses by (model, lr, epoch): xarray.open_zarr
 
-It ends by checking that the models learned, and that the T-CNN climbs higher from its lowest accuracy with the largest
-rate than with the smallest.
+It ends by checking that the models learned, and that the T-CNN climbs higher from its lowest
+accuracy with the largest rate than with the smallest.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -52,18 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("learning_rate_dip", args, stages=1 + 2 * len(args.rates))
     study.train_cnn()
 
-    # Fine-tune the CNN as it is (control) and converted, with each rate, and watch their accuracies.
+    # Fine-tune the CNN as it is (control) and converted, with each rate, and watch their
+    # accuracies.
     by_rate = []
     for lr in args.rates:
         torch.manual_seed(args.seed)  # the same queries and keys for each rate
         control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
         runs = {
-            CONTROL: study.finetune(
-                control, f"control_{lr:g}", f"the CNN, rate {lr:g}", lr=lr
-            ),
-            TCNN: study.finetune(
-                tcnn, f"tcnn_{lr:g}", f"the T-CNN, rate {lr:g}", lr=lr
-            ),
+            CONTROL: study.finetune(control, f"control_{lr:g}", f"the CNN, rate {lr:g}", lr=lr),
+            TCNN: study.finetune(tcnn, f"tcnn_{lr:g}", f"the T-CNN, rate {lr:g}", lr=lr),
         }
         curves = [epoch_curves(list(results)) for results in runs.values()]
         by_rate.append(xr.concat(curves, xr.Variable("model", list(runs))))
@@ -80,9 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 def epoch_curves(results: list[EpochResult]) -> xr.Dataset:
     """Return accuracy and losses by epoch."""
     names = ("top1", "val_loss", "train_loss")
-    curves = {
-        name: ("epoch", [getattr(result, name) for result in results]) for name in names
-    }
+    curves = {name: ("epoch", [getattr(result, name) for result in results]) for name in names}
     return xr.Dataset(curves, {"epoch": range(len(results))})
 
 
@@ -114,13 +113,13 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
 
 
 def extremes(scores: xr.Dataset) -> xr.Dataset:
-    """Return accuracy at the start and at the end, its fall below the start, and its rise from the lowest."""
+    """Return accuracy at the start and at the end, its fall below the start, and its rise from the
+    lowest.
+    """
     start = scores.top1.isel(epoch=0, drop=True)
     last = scores.top1.isel(epoch=-1, drop=True)
     lowest = scores.top1.min("epoch")
-    return xr.Dataset(
-        {"start": start, "end": last, "dip": start - lowest, "climb": last - lowest}
-    )
+    return xr.Dataset({"start": start, "end": last, "dip": start - lowest, "climb": last - lowest})
 
 
 def table(scores: xr.Dataset) -> str:
@@ -129,7 +128,8 @@ def table(scores: xr.Dataset) -> str:
     error = (0.25 / images) ** 0.5  # standard error of a share, largest at 1/2
     header = "".join(f"{name:>8}" for name in by_model.data_vars)
     lines = [
-        f"\naccuracy on {images} validation images (one seed; a standard error is at most {error:.3f})",
+        f"\naccuracy on {images} validation images (one seed; a standard error is at most "
+        f"{error:.3f})",
         f"{'':<8}{'rate':>9}{header}",
     ]
     for model in scores.model.values:
@@ -141,7 +141,9 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
+    """Return whether the models learned, and the T-CNN climbs higher with the largest rate than
+    with the smallest.
+    """
     best = scores.top1.isel(epoch=-1).max("lr")
     images = int(scores.images)
     # This is a list, so that each model that did not learn is printed.
@@ -153,7 +155,8 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     smallest, largest = float(climb[0]), float(climb[-1])
     verdict = "climbs higher" if largest > smallest else "does NOT climb higher"
     print(
-        f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with the smallest"
+        f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with "
+        "the smallest"
     )
     return all(have_learned) and largest > smallest
 
@@ -173,7 +176,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "learning_rate_dip")
     if args.small:
         fill_in(args, {"epochs": 2})
-    # Trainings are longer than in most studies, so that the warm-up takes two epochs and a dip has time to show.
+    # Trainings are longer than in most studies, so that the warm-up takes two epochs and a dip has
+    # time to show.
     settle(parser, args, digits={"epochs": 10})
     # The check needs the smallest and the largest rate only.
     shares = (0.25, 4) if args.small else (0.25, 1, 4)

@@ -1,38 +1,43 @@
-"""Whether GPSA heads isolate objects from the background (T-CNN paper, Secs. 4 and 6, where it is a hypothesis).
+"""Whether GPSA heads isolate objects from the background (T-CNN paper, Secs. 4 and 6, where it is a
+hypothesis).
 
     python studies/object_heads.py
 
 Takes about 4 minutes on one CPU core.
 
-The paper sees the shape of the object in attention maps, and supposes that attention helps to isolate objects from the
-background. Here the object's place is known: a digit among fragments of other digits and noise. A cell of the attention
-grid belongs to it if strokes of the digit cover a tenth of it.
+The paper sees the shape of the object in attention maps, and supposes that attention helps to
+isolate objects from the background. Here the object's place is known: a digit among fragments of
+other digits and noise. A cell of the attention grid belongs to it if strokes of the digit cover a
+tenth of it.
 
-Measured is the attention on the object, from queries on the object and from those on the background. Objects are
-compact, so a head that looks near its query puts much of it there, whatever is in the image. The control is what the
-same attention puts on the mask of another scene, from that mask's queries, and the excess of a head is the first less
-the second. Over scenes whose masks are exchanged in a circle, any attention that is the same for every image, a
-convolution among them, has an excess of exactly zero. A head that isolates objects has an excess from the object, and
-none, or a lack, from the background: its isolation is the difference of the two. The largest that can be had is that of
-attention that spreads evenly over the query's own side.
+Measured is the attention on the object, from queries on the object and from those on the
+background. Objects are compact, so a head that looks near its query puts much of it there, whatever
+is in the image. The control is what the same attention puts on the mask of another scene, from that
+mask's queries, and the excess of a head is the first less the second. Over scenes whose masks are
+exchanged in a circle, any attention that is the same for every image, a convolution among them, has
+an excess of exactly zero. A head that isolates objects has an excess from the object, and none, or
+a lack, from the background: its isolation is the difference of the two. The largest that can be had
+is that of attention that spreads evenly over the query's own side.
 
-What one should see (object_heads.png): at epoch 0, when heads are convolutions and their content attention is nearly
-even, both excesses are nearly zero. Only heads that use content can then leave it.
+What one should see (object_heads.png): at epoch 0, when heads are convolutions and their content
+attention is nearly even, both excesses are nearly zero. Only heads that use content can then leave
+it.
 
-How: for each of three seeds a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then
-reparameterized as gated positional self-attention (GPSA) and fine-tuned; at each epoch the attention of every head is
-measured on validation scenes.
+How: for each of three seeds a small ResNet learns handwritten digits in cluttered scenes. Its last
+stage is then reparameterized as gated positional self-attention (GPSA) and fine-tuned; at each
+epoch the attention of every head is measured on validation scenes.
 
 Writes into results/:
-object_heads.png    A isolation by epoch, a line for each layer and seed (mean of its heads); B excess of every head at
-                    the end, from the object and from the background; C a scene, its object, and where the most
-                    isolating head of the first seed looks from either
-object_heads.zarr   attention on the object (seed, epoch, mask, query, layer, head, image), gates, and the largest
-                    isolation
+object_heads.png    A isolation by epoch, a line for each layer and seed (mean of its heads); B
+                    excess of every head at the end, from the object and from the background; C a
+                    scene, its object, and where the most isolating head of the first seed looks
+                    from either
+object_heads.zarr   attention on the object (seed, epoch, mask, query, layer, head, image), gates,
+                    and the largest isolation
 
-It ends by checking that the T-CNNs learned, and that the excess begins near zero, compared with what could be seen. It
-is for the digits, whose masks are known; `tcnn-probe look --masks` takes your own model, photographs and
-masks.
+It ends by checking that the T-CNNs learned, and that the excess begins near zero, compared with
+what could be seen. It is for the digits, whose masks are known; `tcnn-probe look --masks` takes
+your own model, photographs and masks.
 """
 
 import argparse
@@ -85,7 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_epochs(study: Study, model: nn.Module, seed: int) -> xr.Dataset:
-    """Fine-tune the T-CNN and measure its heads at each epoch; a resumed run keeps the epochs that it has."""
+    """Fine-tune the T-CNN and measure its heads at each epoch; a resumed run keeps the epochs that
+    it has.
+    """
     scenes = probed_images(study.validation, study.args.images)
     by_epoch = []
     for result in study.finetune(model, f"tcnn_{seed}", f"the T-CNN, seed {seed}"):
@@ -126,7 +133,9 @@ def save(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
-    """Return the attention on the object, (mask, query, layer, head, image), gates, and the largest isolation."""
+    """Return the attention on the object, (mask, query, layer, head, image), gates, and the largest
+    isolation.
+    """
     attention, gate = attention_of(model, scenes.images)
     objects = on_grid(scenes, attention.shape[-1])
     # Attention that spreads evenly over the query's own side.
@@ -142,7 +151,9 @@ def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
 
 
 def attention_of(model: nn.Module, images: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the attention of all heads, (layer, head, image, query, key), without zero padding, and their gates."""
+    """Return the attention of all heads, (layer, head, image, query, key), without zero padding,
+    and their gates.
+    """
     maps = tcnn_probe.attention_maps(model.eval(), images, progress=False)
     (grid,) = maps.children.values()
     attention = grid.attention.transpose(
@@ -174,19 +185,25 @@ def on_object(attention: np.ndarray, objects: np.ndarray) -> np.ndarray:
 
 
 def excess(results: xr.Dataset) -> xr.DataArray:
-    """Return the attention on the object less that on the mask of another scene, (..., query, layer, head, image)."""
+    """Return the attention on the object less that on the mask of another scene, (..., query,
+    layer, head, image).
+    """
     return results.on_object.sel(mask="own") - results.on_object.sel(mask="other")
 
 
 def isolation(results: xr.Dataset) -> xr.DataArray:
-    """Return the excess from the object less that from the background, (..., layer, head, image)."""
+    """Return the excess from the object less that from the background, (..., layer, head,
+    image).
+    """
     both = excess(results)
     return both.sel(query="object") - both.sel(query="background")
 
 
 @mpl.rc_context(STYLE)
 def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
-    """Draw isolation by epoch, the excess of every head, and the maps of the head with the largest isolation."""
+    """Draw isolation by epoch, the excess of every head, and the maps of the head with the largest
+    isolation.
+    """
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.5, 1])
     a, b = above.subplots(1, 2, width_ratios=[1, 1.2])
@@ -198,9 +215,7 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
         for number, curve in enumerate(of_layer.mean("head")):
             a.plot(curve.epoch, curve, color=color, label="" if number else str(layer))
         end = ends.sel(layer=layer)
-        b.scatter(
-            end.sel(query="background"), end.sel(query="object"), color=color, s=12
-        )
+        b.scatter(end.sel(query="background"), end.sel(query="object"), color=color, s=12)
     a.axhline(0, color="0.7", lw=0.8, zorder=0)
     # Heads above the diagonal isolate, those below it look away from what they are on.
     b.axline((0, 0), slope=1, color="0.7", lw=0.8, zorder=0)
@@ -240,12 +255,12 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return attention on the object and its excess by layer, at the end, with intervals over seeds."""
+    """Return attention on the object and its excess by layer, at the end, with intervals over
+    seeds.
+    """
     last = results.isel(epoch=-1)
     shares = last.on_object.mean(["seed", "head", "image"])
-    excesses, isolated = (
-        measure(last).mean(["head", "image"]) for measure in (excess, isolation)
-    )
+    excesses, isolated = (measure(last).mean(["head", "image"]) for measure in (excess, isolation))
     lines = [
         f"\nat the end; {results.sizes['image']} scenes, {results.sizes['seed']} seeds; "
         f"largest isolation that can be had {float(results.largest.mean()):.3f}"
@@ -257,14 +272,16 @@ def table(results: xr.Dataset) -> str:
             interval = with_interval(excesses.sel(layer=layer, query=query))
             words = f"from the {query}"
             lines.append(
-                f"  {words:24}{own:.3f}, on the mask of another scene {other:.3f}; excess {interval}"
+                f"  {words:24}{own:.3f}, on the mask of another scene {other:.3f}; excess "
+                f"{interval}"
             )
         lines.append(f"  {'isolation':24}{with_interval(isolated.sel(layer=layer))}")
     by_head = isolation(last)
     low, high = (mean_interval(by_head).sel(bound=bound) for bound in ("low", "high"))
     lines.append(
-        f"isolation of a head {float(by_head.mean('image').min()):+.3f} to {float(by_head.mean('image').max()):+.3f}; "
-        f"interval over scenes above zero in {int((low > 0).sum())} of {low.size}, below in {int((high < 0).sum())}"
+        f"isolation of a head {float(by_head.mean('image').min()):+.3f} to "
+        f"{float(by_head.mean('image').max()):+.3f}; interval over scenes above zero in "
+        f"{int((low > 0).sum())} of {low.size}, below in {int((high < 0).sum())}"
     )
     return "\n".join(lines)
 
@@ -279,7 +296,9 @@ def with_interval(by_seed: xr.DataArray) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNNs learned, and the excess begins near zero, compared with what could be seen."""
+    """Return whether the T-CNNs learned, and the excess begins near zero, compared with what could
+    be seen.
+    """
     last = results.isel(epoch=-1)
     images = int(results.images)
     has_learned = True
@@ -290,8 +309,8 @@ def check(results: xr.Dataset, chance: float) -> bool:
     largest = float(results.largest.min())
     small = start < largest / 20
     print(
-        f"check: the excess of every head at epoch 0 is {'near' if small else 'NOT near'} zero: at most {start:.4f}, "
-        f"where the largest isolation is {largest:.3f}"
+        f"check: the excess of every head at epoch 0 is {'near' if small else 'NOT near'} zero: at "
+        f"most {start:.4f}, where the largest isolation is {largest:.3f}"
     )
     return has_learned and small
 
@@ -305,9 +324,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=from_least(2), help="scenes to measure (default: 96)")
     add_output(parser)
     args = parsed(parser, arguments, "object_heads")
-    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the digits.
+    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the
+    # digits.
     if args.data != "digits" or args.pretrained:
-        words = "the masks are those of the digits, which a CNN has to learn; `tcnn-probe look --masks` takes your own"
+        words = (
+            "the masks are those of the digits, which a CNN has to learn; `tcnn-probe look "
+            "--masks` takes your own"
+        )
         parser.error(f"--data, --pretrained: {words}")
     settle(parser, args)
     if args.small:

@@ -8,56 +8,61 @@ salient, and at what cost.
 
 Takes 17 minutes of one CPU core with --steps 30 (a ViT-S of 72 heads on 257 tokens).
 
-PAPA (2211.03495) drew for language models how many heads can have constant attention; for vision transformers nobody
-has. Here attention is replaced rung by rung: by uniform attention, by the nearest convolution T, by its mean M over
-images ("static"), by M with the keys that stand out in the image ("salient"). A recording splits the selectivity of
-each head into what each rung adds, in nat. The question is whether these parts, which are read off attention alone,
-predict what the rungs cost.
+PAPA (2211.03495) drew for language models how many heads can have constant attention; for vision
+transformers nobody has. Here attention is replaced rung by rung: by uniform attention, by the
+nearest convolution T, by its mean M over images ("static"), by M with the keys that stand out in
+the image ("salient"). A recording splits the selectivity of each head into what each rung adds, in
+nat. The question is whether these parts, which are read off attention alone, predict what the rungs
+cost.
 
 Writes into results/:
-pretrained_heads.png    A cost of static and salient attention of single heads, against the share of key content in
-                        content; B the same for content in selectivity; C to F the change of the last patch features
-                        if the heads with the smallest share to lose are replaced, against controls
+pretrained_heads.png    A cost of static and salient attention of single heads, against the share of
+                        key content in content; B the same for content in selectivity; C to F the
+                        change of the last patch features if the heads with the smallest share to
+                        lose are replaced, against controls
 pretrained_heads.zarr   all numbers: the recording, costs of each head and rung, curves
 
 Protocol, written before the results of the network that is named below
 -----------------------------------------------------------------------
 Network: DINOv2's ViT-S/14, fine-tuned to predict what is important in a photograph (72 heads);
---weights. Photographs: Imagenette's validation images, evenly spread over its ten classes:
-16 to fit (the recording, M, T, kernels, orders)
-and 12 others to evaluate. Nothing is trained.
+--weights. Photographs: Imagenette's validation images, evenly spread over its ten classes, 16 to fit
+(the recording, M, T, kernels, orders) and 12 others to evaluate. Nothing is trained.
 
-Cost of a head at a rung: norm of the change of the last patch features over the norm of these features, for each
-evaluated image; a cost of a head is the mean over images. For the saliency network also the correlation and the mean
-absolute difference of its map, in curves.
+Cost of a head at a rung: norm of the change of the last patch features over the norm of these
+features, for each evaluated image; a cost of a head is the mean over images. For the saliency
+network also the correlation and the mean absolute difference of its map, in curves.
 
-Intervals are over images, 95 %. Correlations are Spearman's; their intervals are a bootstrap over the evaluated images
-(the photographs of the fit stay, so they are too narrow by what these add). "Within blocks" means of ranks among the
-heads of a block, pooled.
+Intervals are over images, 95 %. Correlations are Spearman's; their intervals are a bootstrap over
+the evaluated images (the photographs of the fit stay, so they are too narrow by what these add).
+"Within blocks" means of ranks among the heads of a block, pooled.
 
-1. Single heads. rho_1: key content / content against cost(salient) / cost(static), over heads with at least 0.1 nat of
-   content. rho_2: share of content in selectivity against cost(static) / cost(zero), within blocks. The recording is
-   said to predict costs if rho_1 <= -0.6 and rho_2 >= 0.4. Zeroing exaggerates (2604.14433), so that rho_2 is also
-   given with cost(uniform) in place of cost(zero), and no conclusion rests on zeroing alone.
-2. First order. Spearman correlation of first-order costs (head_importance) with exact ones, by rung, over all heads and
-   within blocks.
-3. Curves. 1/8, 1/4, 1/2, 3/4 and all of the heads are replaced at once, at each rung, in the order of
-   - shares: the share of selectivity that the rung loses, by the recording (of uniform attention: selectivity over
-     log of the number of keys), smallest first;
-   - deviation: DWConv_VFM's statistic (2605.22132), the standard deviation of attention over images, smallest first;
+1. Single heads. rho_1: key content / content against cost(salient) / cost(static), over heads with
+   at least 0.1 nat of content. rho_2: share of content in selectivity against cost(static) /
+   cost(zero), within blocks. The recording is said to predict costs if rho_1 <= -0.6 and rho_2 >=
+   0.4. Zeroing exaggerates (2604.14433), so that rho_2 is also given with cost(uniform) in place of
+   cost(zero), and no conclusion rests on zeroing alone.
+2. First order. Spearman correlation of first-order costs (head_importance) with exact ones, by
+   rung, over all heads and within blocks.
+3. Curves. 1/8, 1/4, 1/2, 3/4 and all of the heads are replaced at once, at each rung, in the order
+   of
+   - shares: the share of selectivity that the rung loses, by the recording (of uniform attention:
+     selectivity over log of the number of keys), smallest first;
+   - deviation: DWConv_VFM's statistic (2605.22132), the standard deviation of attention over
+     images, smallest first;
    - random: two random orders of all heads;
-   - same layers: two random choices of as many heads from each layer as "shares" takes.
-   "zero" sets the heads to zero that "static" replaces by shares.
-   The shares are said to order heads if at 1/4 and at 1/2 the change is smaller than that of both random controls
-   (difference by image, interval below zero, mean of the two seeds), for convolutional, static and salient.
+   - same layers: two random choices of as many heads from each layer as "shares" takes. "zero" sets
+   the heads to zero that "static" replaces by shares. The shares are said to order heads if at 1/4
+   and at 1/2 the change is smaller than that of both random controls (difference by image, interval
+   below zero, mean of the two seeds), for convolutional, static and salient.
 
-4. Training (--steps). Half of the heads become convolutions (tcnn_model.convolve), by shares and by deviation, and the
-   network is trained for as many steps of AdamW to give the features that it gave before, on 256 further photographs
-   (4 a step, if this is fewer).
+4. Training (--steps). Half of the heads become convolutions (tcnn_model.convolve), by shares and by
+   deviation, and the network is trained for as many steps of AdamW to give the features that it
+   gave before, on 256 further photographs (4 a step, if this is fewer).
 
-What would show that the shares do not predict costs: rho_1 above -0.6 or rho_2 below 0.4; curves by shares that are no
-lower than those of random heads of the same layers (then only the depth of a layer counts, which needs no recording);
-or curves by deviation that are lower (then one number, without parts, does as well).
+What would show that the shares do not predict costs: rho_1 above -0.6 or rho_2 below 0.4; curves by
+shares that are no lower than those of random heads of the same layers (then only the depth of a
+layer counts, which needs no recording); or curves by deviation that are lower (then one number,
+without parts, does as well).
 
 It ends by saying which of these held.
 """
@@ -99,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = args.fit + args.evaluate
     photographs = load_photographs(args.data, count, network)
     # Every so many photographs one is for the fit, so that both have the same classes.
-    is_fit = np.arange(count) * args.fit // count != (
-        (np.arange(count) + 1) * args.fit // count
-    )
+    is_fit = np.arange(count) * args.fit // count != ((np.arange(count) + 1) * args.fit // count)
     fit, evaluated = photographs[is_fit], photographs[~is_fit]
     print(f"{len(fit)} photographs to fit, {len(evaluated)} others to evaluate")
 
@@ -127,9 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     results = {"heads": heads, "costs": costs, "curves": by_count}
     if args.steps:
-        training = load_photographs(
-            args.data, min(256, 4 * args.steps), network, besides=count
-        )
+        training = load_photographs(args.data, min(256, 4 * args.steps), network, besides=count)
         results["trained"] = stage(
             f"trained-{args.steps}",
             lambda: trained_convolutions(
@@ -162,9 +163,7 @@ def record(model: torch.nn.Module, images: torch.Tensor) -> xr.Dataset:
     return ds[names].load()
 
 
-def single_heads(
-    model: torch.nn.Module, fit: torch.Tensor, evaluated: torch.Tensor
-) -> xr.Dataset:
+def single_heads(model: torch.nn.Module, fit: torch.Tensor, evaluated: torch.Tensor) -> xr.Dataset:
     """Return exact and first-order costs of each head and rung, (mode, layer, head, image)."""
     options = {"modes": RUNGS, "reference": fit}
     with torch.no_grad():

@@ -1,30 +1,35 @@
-r"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
+r"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper,
+Sec. 4).
 
     python studies/representations.py
 
 Takes about 2 minutes on one CPU core.
 
-The paper asks how representations evolve when convolutions become attention, and shows gates, spans and maps. Here are
-the representations themselves.
+The paper asks how representations evolve when convolutions become attention, and shows gates, spans
+and maps. Here are the representations themselves.
 
-What one should see (representations.png): the stages before the converted one begin as the CNN's own (CKA 1). The last
-stage does not: attention at the paper's start, on twice the grid, does not compute what the convolutions computed. Its
-nearest neighbours know more of the digit after fine-tuning than before. CKA shows how far it returns to what the CNN
-computed, compared with the CNN that was trained for as long.
+What one should see (representations.png): the stages before the converted one begin as the CNN's
+own (CKA 1). The last stage does not: attention at the paper's start, on twice the grid, does not
+compute what the convolutions computed. Its nearest neighbours know more of the digit after
+fine-tuning than before. CKA shows how far it returns to what the CNN computed, compared with the
+CNN that was trained for as long.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage becomes gated positional
-self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the mean over places of each stage's
-output is recorded, for at most 256 validation images (``tcnn_probe.features``).
+How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage becomes gated
+positional self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the mean
+over places of each stage's output is recorded, for at most 256 validation images
+(``tcnn_probe.features``).
 
 Writes into results/:
-representations.png             by epoch and stage: A CKA with the CNN before fine-tuning, B kNN accuracy with 95 %
-                                intervals, C participation ratio; D CKA of all pairs of stages at the end
+representations.png             by epoch and stage: A CKA with the CNN before fine-tuning, B kNN
+                                accuracy with 95 % intervals, C participation ratio; D CKA of all
+                                pairs of stages at the end
 representations.zarr            the numbers behind it: xarray.open_zarr
 representations_tcnn.zarr       the recording of the T-CNN: tcnn_probe.open(...)["features"]
 representations_control.zarr    that of the CNN that is trained further
 
-It ends by checking that the T-CNN learned, that the stages before those with attention begin as the CNN's, and that
-nearest neighbours by the last stage know more of the digit after fine-tuning than before.
+It ends by checking that the T-CNN learned, that the stages before those with attention begin as the
+CNN's, and that nearest neighbours by the last stage know more of the digit after fine-tuning than
+before.
 
 On your own images, as the papers did on ImageNet with a GPU:
 
@@ -73,9 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.train_cnn()
     dataset = study.validation
     features = tcnn_probe.features(images=spread(len(dataset), IMAGES))
-    stores = {
-        name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")
-    }
+    stores = {name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")}
 
     # Convert it and fine-tune it, with every head and the features of each stage recorded.
     torch.manual_seed(args.seed)  # for the new queries and keys
@@ -89,9 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     # As the control, the CNN is trained further for as long; it has no heads to record.
     control = copy.deepcopy(study.cnn)
     with tcnn_probe.record(control, stores["control"], probes=features) as recorder:
-        for result in study.finetune(
-            control, "control", "the CNN, trained further (control)"
-        ):
+        for result in study.finetune(control, "control", "the CNN, trained further (control)"):
             recorder.mark(if_marked="skip", **asdict(result))
 
     scores = compare(list(stores.values()), labels_of(dataset))
@@ -103,13 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
-    """Return CKA, neighbours and participation ratio, (model, epoch, layer), for the images with recorded features."""
+    """Return CKA, neighbours and participation ratio, (model, epoch, layer), for the images with
+    recorded features.
+    """
     trees = [tcnn_probe.open(store) for store in stores]
     features = [
-        tree["features"]
-        .dataset.feature.sel(token="mean", drop=True)
-        .load()
-        .astype(float)
+        tree["features"].dataset.feature.sel(token="mean", drop=True).load().astype(float)
         for tree in trees
     ]
     start = features[1].isel(epoch=0, drop=True)  # the CNN before fine-tuning
@@ -124,18 +124,13 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
         )
         cka = tcnn_probe.representation.layer_cka(model_features, start)
         by_model.append(
-            scores.assign(
-                cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images
-            )
+            scores.assign(cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images)
         )
-    scores = xr.concat(
-        by_model, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
-    )
+    scores = xr.concat(by_model, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts")
     attention = trees[0]["heads"].dataset.layer.values
     # A stage is converted if any layer with attention lies in it.
     converted = [
-        any(name.startswith(f"{stage}.") for name in attention)
-        for stage in scores.layer.values
+        any(name.startswith(f"{stage}.") for name in attention) for stage in scores.layer.values
     ]
     scores["converted"] = "layer", converted
     return scores.load()
@@ -144,8 +139,7 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
 def same_layer(scores: xr.Dataset) -> xr.DataArray:
     """Return the CKA of each stage with the same stage of the CNN, (model, epoch, layer)."""
     pairs = [
-        scores.cka.sel(layer=name, other_layer=name, drop=True)
-        for name in scores.layer.values
+        scores.cka.sel(layer=name, other_layer=name, drop=True) for name in scores.layer.values
     ]
     return xr.concat(pairs, scores.layer).transpose("model", "epoch", "layer")
 
@@ -165,9 +159,7 @@ def draw(scores: xr.Dataset) -> Figure:
     )
     curves(axes["C"], scores.participation_ratio, "participation ratio")
     for letter, model in zip("DE", MODELS, strict=True):
-        end = (
-            scores.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
-        )
+        end = scores.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
         for row, column in np.ndindex(end.shape):
             number = float(end[row, column])
@@ -227,9 +219,7 @@ def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -
             )
             # Bands of all stages would hide each other; only the last stage is judged.
             if interval is not None and number == values.sizes["layer"] - 1:
-                bounds = interval.sel(model=model, layer=layer).transpose(
-                    "bound", "epoch"
-                )
+                bounds = interval.sel(model=model, layer=layer).transpose("bound", "epoch")
                 axes.fill_between(
                     curve.epoch, *bounds.values, color=colors[number], alpha=0.15, lw=0
                 )
@@ -239,9 +229,7 @@ def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -
 
 def table(scores: xr.Dataset) -> str:
     """Return the first and the last epoch of each stage as a table."""
-    lines = [
-        f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"
-    ]
+    lines = [f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"]
     columns = [
         same_layer(scores),
         scores.knn_correct.mean("image"),
@@ -259,18 +247,17 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNN learned, starts as the CNN before attention, and its last stage gains kNN accuracy."""
+    """Return whether the T-CNN learned, starts as the CNN before attention, and its last stage
+    gains kNN accuracy.
+    """
     tcnn = scores.sel(model="T-CNN")
     cka = same_layer(scores).sel(model="T-CNN").isel(epoch=0)
-    has_learned = learned(
-        "the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance
-    )
-    lowest = float(
-        np.min(cka.values[: int(scores.converted.argmax("layer"))], initial=1)
-    )
+    has_learned = learned("the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance)
+    lowest = float(np.min(cka.values[: int(scores.converted.argmax("layer"))], initial=1))
     verdict = "are the CNN's" if lowest > SAME else "are NOT the CNN's"
     print(
-        f"check: at the start the stages before those with attention {verdict}: CKA of at least {lowest:.4f}"
+        f"check: at the start the stages before those with attention {verdict}: CKA of at least "
+        f"{lowest:.4f}"
     )
     correct = tcnn.knn_correct.isel(layer=-1)
     # The gain is taken image by image, since both epochs have the same images.
@@ -278,21 +265,18 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     low, high = evaluation.mean_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
     print(
-        f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN accuracy "
-        f"{float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
+        f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN "
+        f"accuracy {float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
     )
     control = scores.knn_correct.isel(layer=-1, epoch=-1)
     # This is only printed: the study stands for the gain, whichever model leads.
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
     low, high = evaluation.mean_interval(lead).values
     print(
-        f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]"
+        f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, "
+        f"{high:.2f}]"
     )
-    return (
-        has_learned
-        and lowest > SAME
-        and bool(evaluation.mean_interval(gain).values[0] > 0)
-    )
+    return has_learned and lowest > SAME and bool(evaluation.mean_interval(gain).values[0] > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,25 +1,29 @@
-"""Convolutions among the layers between the patches of a ResMLP (Touvron's thesis, Figs. 4.2 and 4.3).
+"""Convolutions among the layers between the patches of a ResMLP (Touvron's thesis, Figs. 4.2 and
+4.3).
 
     python studies/resmlp_weights.py
 
 Takes about a minute on one CPU core.
 
-What one should see (resmlp_weights.png): rows of the matrix between patches, drawn as images, resemble shifted versions
-of each other (Fig. 4.2). Training makes the matrices depend on the offset between two patches: translation
-equivariance, which is 0 on average for a random matrix, rises in every block.
+What one should see (resmlp_weights.png): rows of the matrix between patches, drawn as images,
+resemble shifted versions of each other (Fig. 4.2). Training makes the matrices depend on the offset
+between two patches: translation equivariance, which is 0 on average for a random matrix, rises in
+every block.
 
-How: a small ResMLP (four blocks, 8 x 8 patches) learns handwritten digits, each somewhere in a scene. Its matrices
-begin with a hundredth of timm's initial weights, because these random numbers would otherwise hide the effect of so
-short a training. LayerScale begins at 1, so that the model learns in this time.
+How: a small ResMLP (four blocks, 8 x 8 patches) learns handwritten digits, each somewhere in a
+scene. Its matrices begin with a hundredth of timm's initial weights, because these random numbers
+would otherwise hide the effect of so short a training. LayerScale begins at 1, so that the model
+learns in this time.
 
 Writes into results/:
-resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches in the middle; by epoch and block:
-                       B translation equivariance, C support radius; D by block, the share of weights below 5 % of the
-                       largest, beside that of the layers on channels (Fig. 4.3)
+resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches in the middle; by
+                       epoch and block: B translation equivariance, C support radius; D by block,
+                       the share of weights below 5 % of the largest, beside that of the layers on
+                       channels (Fig. 4.3)
 resmlp_weights.zarr    the numbers and matrices behind it: xarray.open_zarr
 
-It ends by checking that the model learned, and that translation equivariance is within the range of random matrices at
-the start and above it in every block at the end.
+It ends by checking that the model learned, and that translation equivariance is within the range of
+random matrices at the start and above it in every block at the end.
 
 With timm's weights nothing is trained, and B and C are by block:
 
@@ -91,7 +95,9 @@ def small_resmlp(size: int) -> nn.Module:
 
 
 def read_epochs(run: SingleModel) -> xr.Dataset:
-    """Train the model, and return its weights at each epoch; a resumed run reads those of its first epochs."""
+    """Train the model, and return its weights at each epoch; a resumed run reads those of its first
+    epochs.
+    """
     parts = []
     for result in run.train(run.model, "resmlp", "a ResMLP"):
         part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
@@ -103,13 +109,13 @@ def read_epochs(run: SingleModel) -> xr.Dataset:
 
 
 def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
-    """Return the matrices between patches, their measures, their types and the shares of small weights."""
+    """Return the matrices between patches, their measures, their types and the shares of small
+    weights.
+    """
     # The probe reads weights, so no image is shown.
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
         recorder.mark(epoch=epoch)
-    shares = (
-        recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
-    )
+    shares = recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
     matrices = cross_patch(model)
     matrices["head_type"] = tcnn_probe.head_types(matrices)
     matrices = matrices.isel(head=0, drop=True)  # a layer has one matrix
@@ -119,8 +125,8 @@ def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
 def limit(weights: xr.Dataset) -> float:
     """Return four standard deviations of the equivariance of random matrices, whose mean is 0.
 
-    Equivariance is 1 - [W / (n - g)] / [T / (n - 1)] for n weights with g offsets. The sums of squares W and T are
-    chi-squares of n - g and n - 1 degrees of freedom, and W is a part of T.
+    Equivariance is 1 - [W / (n - g)] / [T / (n - 1)] for n weights with g offsets. The sums of
+    squares W and T are chi-squares of n - g and n - 1 degrees of freedom, and W is a part of T.
     """
     height, width = weights.weight.shape[-2:]
     size = (height * width) ** 2
@@ -130,15 +136,15 @@ def limit(weights: xr.Dataset) -> float:
 
 @mpl.rc_context(STYLE)
 def draw(weights: xr.Dataset) -> Figure:
-    """Draw rows of some blocks' matrices, and below them the measures by epoch, or by block for a trained model."""
+    """Draw rows of some blocks' matrices, and below them the measures by epoch, or by block for a
+    trained model.
+    """
     layers = weights.layer.values
     # There is room for six blocks side by side, which are spread evenly over the model.
     blocks = layers[np.unique(np.linspace(0, len(layers) - 1, 6).round().astype(int))]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    for axes, block in zip(
-        above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True
-    ):
+    for axes, block in zip(above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True):
         picture = rows_of_matrix(weights.weight.isel(epoch=-1).sel(layer=block))
         # The scale is symmetric, so that white is a weight of 0.
         largest = np.nanmax(abs(picture))
@@ -147,9 +153,7 @@ def draw(weights: xr.Dataset) -> Figure:
         axes.set_axis_off()
     panels = below.subplots(1, 3)
     curves(panels[0], weights.translation_equivariance, "translation equivariance")
-    panels[0].axhspan(
-        -limit(weights), limit(weights), color="0.85", lw=0, label="random matrices"
-    )
+    panels[0].axhspan(-limit(weights), limit(weights), color="0.85", lw=0, label="random matrices")
     curves(panels[1], weights.attention_distance, "support radius (patches)")
     panels[1].axhline(
         float(weights.uniform_distance.isel(epoch=-1, layer=0)),
@@ -158,18 +162,14 @@ def draw(weights: xr.Dataset) -> Figure:
         label="equal weights",
     )
     for name, words in SHARES.items():
-        panels[2].plot(
-            weights[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words
-        )
+        panels[2].plot(weights[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words)
     panels[2].set(xlabel="block", ylabel="share of weights near 0", ylim=(0, None))
     for panel in panels:
         whole_ticks(panel)
     add_letters(panels, "B")  # A is the row of matrices above
     panels[2].legend(frameon=False, fontsize=7)
     handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
-    below.legend(
-        handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8
-    )
+    below.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
     above.suptitle("A", x=0.02, ha="left", fontweight="bold", fontsize=10)
     return figure
 
@@ -180,10 +180,7 @@ def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
     # In the middle no patch misses a neighbour.
     middle = weight[tuple(slice(start, start + SHOWN) for start in first)].values
     return np.block(
-        [
-            [np.pad(picture, 1, constant_values=np.nan) for picture in row]
-            for row in middle
-        ]
+        [[np.pad(picture, 1, constant_values=np.nan) for picture in row] for row in middle]
     )
 
 
@@ -232,14 +229,12 @@ def table(weights: xr.Dataset) -> str:
 
 
 def check(weights: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether the model learned, and every block's equivariance rose from the range of random matrices."""
+    """Return whether the model learned, and every block's equivariance rose from the range of
+    random matrices.
+    """
     threshold, values = limit(weights), weights.translation_equivariance
     # A model that came with weights was not trained here.
-    passed = (
-        run.learned("the ResMLP", float(weights.top1[-1]))
-        if "top1" in weights
-        else True
-    )
+    passed = run.learned("the ResMLP", float(weights.top1[-1])) if "top1" in weights else True
     if values.sizes["epoch"] > 1:
         start = float(abs(values[0]).max())
         passed &= start < threshold
@@ -250,8 +245,8 @@ def check(weights: xr.Dataset, run: SingleModel) -> bool:
         )
     above = bool((values[-1] > threshold).all())
     print(
-        f"check: at the end {'all' if above else 'NOT all'} blocks are above: {float(values[-1].min()):.3f} to "
-        f"{float(values[-1].max()):.3f}"
+        f"check: at the end {'all' if above else 'NOT all'} blocks are above: "
+        f"{float(values[-1].min()):.3f} to {float(values[-1].max()):.3f}"
     )
     return passed and above
 

@@ -1,31 +1,37 @@
-r"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
+r"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR
+submission, Table 3).
 
     python studies/robustness.py
 
 Takes about 2 minutes on one CPU core.
 
-What one should see (robustness.png): corruptions and attacks hurt all three models, more so at higher severities. The
-papers find the T-CNN ahead of the CNN that it came from, most on blurred and faint images. The control shows how much
-of this the longer training explains: on digits, most or all of it, and which of the two is ahead differs between seeds.
-The last lines that are printed say what the intervals of this run support.
+What one should see (robustness.png): corruptions and attacks hurt all three models, more so at
+higher severities. The papers find the T-CNN ahead of the CNN that it came from, most on blurred and
+faint images. The control shows how much of this the longer training explains: on digits, most or
+all of it, and which of the two is ahead differs between seeds. The last lines that are printed say
+what the intervals of this run support.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. It is then fine-tuned for as long in two ways: as it
-is (the control that the papers have for accuracy, Table 1 and Fig. 7, and not for robustness), and with its last stage
-reparameterized as gated positional self-attention (T-CNN). --unstrided adds a control with the T-CNN's finer grid and
-without its attention. The models are shown the same validation images: clean, with the 15 corruptions of ImageNet-C at
-5 severities, and after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
+How: a small ResNet learns handwritten digits in cluttered scenes. It is then fine-tuned for as long
+in two ways: as it is (the control that the papers have for accuracy, Table 1 and Fig. 7, and not
+for robustness), and with its last stage reparameterized as gated positional self-attention (T-CNN).
+--unstrided adds a control with the T-CNN's finer grid and without its attention. The models are
+shown the same validation images: clean, with the 15 corruptions of ImageNet-C at 5 severities, and
+after the adversarial attacks FGSM and PGD within 1/255 of each pixel.
 
 Writes into results/:
-robustness.png          accuracy of the three A clean and by group of corruptions and B under attack (Fig. 1, Table 3);
-                        improvement over the CNN C by group and D by severity (Fig. 3), with 95 % intervals over images
+robustness.png          accuracy of the three A clean and by group of corruptions and B under attack
+                        (Fig. 1, Table 3); improvement over the CNN C by group and D by severity
+                        (Fig. 3), with 95 % intervals over images
 robustness.zarr         every answer of every model, and the accuracies: xarray.open_zarr
 robustness_heads.zarr   what tcnn_probe recorded of the T-CNN's heads
-robustness_imagenet_c   with --variant imagenet-c=FOLDER: .zarr, every answer on the published images, and .png (Fig. 3)
+robustness_imagenet_c   with --variant imagenet-c=FOLDER: .zarr, every answer on the published
+                        images, and .png (Fig. 3)
 
 It ends by checking that the models learned, and that damage grows with severity.
 
-On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their folders. Images are
-corrupted at --img-size; the papers "keep a resolution of 224 at test time" for corruptions, also of larger models:
+On your own images, here as the papers did on ImageNet with a GPU, with further test sets by their
+folders. Images are corrupted at --img-size; the papers "keep a resolution of 224 at test time" for
+corruptions, also of larger models:
 
     python studies/robustness.py --model resnetrs50 --pretrained --data path/to/imagenet \
         --img-size 224 --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp \
@@ -137,10 +143,10 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results, study.chance), args.data)
 
 
-def open_variants(
-    model: nn.Module, args: argparse.Namespace
-) -> list[evaluation.Variant]:
-    """Return the further test sets except ImageNet-C, whose first folder is opened to check that it exists."""
+def open_variants(model: nn.Module, args: argparse.Namespace) -> list[evaluation.Variant]:
+    """Return the further test sets except ImageNet-C, whose first folder is opened to check that it
+    exists.
+    """
     if args.variant and model.num_classes != 1000:
         raise InputError(
             f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}"
@@ -152,22 +158,16 @@ def open_variants(
     for name, folder in args.variant:
         if name == "imagenet-c":
             first = next(iter(args.corruptions or evaluation.CORRUPTIONS))
-            evaluation.imagenet_variant(
-                name, folder, corruption=first, severity=args.severities[0]
-            )
+            evaluation.imagenet_variant(name, folder, corruption=first, severity=args.severities[0])
             continue
-        variants.append(
-            evaluation.imagenet_variant(name, folder, size=args.img_size, **options)
-        )
+        variants.append(evaluation.imagenet_variant(name, folder, size=args.img_size, **options))
     return variants
 
 
 def draw(results: xr.Dataset, classes: int) -> Figure:
     """Draw accuracies of all models, and the improvement over the CNN by group and by severity."""
     figure = Figure(figsize=(11, 6.8), layout="constrained")
-    axes = figure.subplot_mosaic(
-        "AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]}
-    )
+    axes = figure.subplot_mosaic("AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]})
     # Panel B leaves out the accuracies on clean images, which are in panel A.
     attacks = results.drop_vars("clean_correct")
     panels = [
@@ -208,12 +208,13 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
 
 
 def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return the accuracy of each model, by condition: clean, group of corruptions, attack, further test set."""
+    """Return the accuracy of each model, by condition: clean, group of corruptions, attack, further
+    test set.
+    """
     by_group = results.accuracy.mean(["severity", "seed"]).groupby("group").mean()
     by_condition = {"clean": results.clean_accuracy}
     by_condition |= {
-        group: by_group.sel(group=group)
-        for group in dict.fromkeys(results.group.values.tolist())
+        group: by_group.sel(group=group) for group in dict.fromkeys(results.group.values.tolist())
     }
     by_condition |= {
         str(a): results.adversarial_accuracy.sel(attack=a).mean("seed")
@@ -221,8 +222,7 @@ def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
     }
     if "variant" in results.dims:
         by_condition |= {
-            str(v): results.variant_accuracy.sel(variant=v)
-            for v in results.variant.values
+            str(v): results.variant_accuracy.sel(variant=v) for v in results.variant.values
         }
     return by_condition
 
@@ -231,19 +231,20 @@ def table(results: xr.Dataset) -> str:
     """Return accuracy by model and condition as a table."""
     columns = accuracies(results)
     lines = [
-        f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"
+        f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over "
+        "severities"
     ]
     lines.append(f"{'':<28}" + "".join(f"{name:>9}" for name in columns))
     for model in results.model.values:
-        cells = "".join(
-            f"{float(values.sel(model=model)):>9.3f}" for values in columns.values()
-        )
+        cells = "".join(f"{float(values.sel(model=model)):>9.3f}" for values in columns.values())
         lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
-    """Return lines on what the intervals say about the T-CNN against the CNN, and against each control."""
+    """Return lines on what the intervals say about the T-CNN against the CNN, and against each
+    control.
+    """
     lines, by_condition = [], accuracies(results)
     # The T-CNN is the last model.
     for baseline in results.model.values[:-1].tolist():
@@ -251,9 +252,9 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
             f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:"
         )
         for by in (None, "group", "attack"):
-            differences = evaluation.improvement(
-                results, baseline, by, relative=False
-            ).sel(model=TCNN)
+            differences = evaluation.improvement(results, baseline, by, relative=False).sel(
+                model=TCNN
+            )
             differences = (
                 differences.expand_dims(at=["clean"])
                 if by is None
@@ -269,16 +270,20 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
                 best = float(by_condition[label].sel(model=[baseline, TCNN]).max())
                 verdict += " (both near chance)" if best < 1.5 / classes else ""
                 lines.append(
-                    f"  {label:<8} {float(difference.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
+                    f"  {label:<8} {float(difference.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  "
+                    f"{verdict}"
                 )
     lines.append(
-        "One training seed: the intervals are over images alone, and another training may differ by more."
+        "One training seed: the intervals are over images alone, and another training may differ "
+        "by more."
     )
     return "\n".join(lines)
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the strongest corruptions hurt more than the weakest."""
+    """Return whether the models learned, and the strongest corruptions hurt more than the
+    weakest.
+    """
     has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
     )
@@ -289,9 +294,7 @@ def check(results: xr.Dataset, chance: float) -> bool:
         first = float(results.clean_accuracy.mean())
     grows = last < first
     verdict = "grows" if grows else "does NOT grow"
-    print(
-        f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}"
-    )
+    print(f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}")
     return has_learned and grows
 
 
@@ -333,9 +336,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.data == "digits":
         fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:
-            parser.error(
-                "--variant goes with --data: they are test sets of ImageNet's classes"
-            )
+            parser.error("--variant goes with --data: they are test sets of ImageNet's classes")
     return args
 
 
@@ -343,9 +344,7 @@ def variant(text: str) -> tuple[str, str]:
     """Parse the name and the folder of a test set, as NAME=FOLDER."""
     name, _, folder = text.partition("=")
     if not folder or not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(
-            f"expected NAME=FOLDER with a folder, got {text}"
-        )
+        raise argparse.ArgumentTypeError(f"expected NAME=FOLDER with a folder, got {text}")
     return name, folder
 
 

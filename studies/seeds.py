@@ -1,28 +1,31 @@
-r"""Twenty seeds: how far trainings differ, and whether early accuracy ranks them (thesis, Figs. 6.7 to 6.10).
+r"""Twenty seeds: how far trainings differ, and whether early accuracy ranks them (thesis, Figs. 6.7
+to 6.10).
 
     python studies/seeds.py
 
 Takes about 4 minutes on one CPU core.
 
-What one should see (seeds.png): accuracies spread widely early, and less at the end. In the thesis, with a hundred
-seeds of a ResNet-50, "it is only towards the end of the training that one can determine the most interesting seeds",
-and a seed that is lucky on one test set need not be so on another. The study prints whether this holds here, as rank
-correlations with intervals over seeds, and what the seeds agree on about the heads: gates, content information and
-types.
+What one should see (seeds.png): accuracies spread widely early, and less at the end. In the thesis,
+with a hundred seeds of a ResNet-50, "it is only towards the end of the training that one can
+determine the most interesting seeds", and a seed that is lucky on one test set need not be so on
+another. The study prints whether this holds here, as rank correlations with intervals over seeds,
+and what the seeds agree on about the heads: gates, content information and types.
 
-How: with each seed a small ResNet learns handwritten digits in cluttered scenes, is reparameterized as a T-CNN, and
-fine-tuned with every head recorded. All seeds have the same images. Even and odd validation images stand for two test
-sets.
+How: with each seed a small ResNet learns handwritten digits in cluttered scenes, is reparameterized
+as a T-CNN, and fine-tuned with every head recorded. All seeds have the same images. Even and odd
+validation images stand for two test sets.
 
 Writes into results/:
-seeds.png    A mean, standard deviation and range of the accuracies by epoch, B accuracy early against that at the end,
-             C accuracy at the end on one half of the images against that on the other, D mean gates and E mean content
-             information by layer, F types of heads by layer; a point for each seed
-seeds.zarr   accuracies by (seed, epoch), right answers at the end by (seed, image), gates, content information and
-             types by (seed, epoch, layer, head), where epochs after the last one of the CNN are the T-CNN's:
-             xarray.open_zarr
+seeds.png    A mean, standard deviation and range of the accuracies by epoch, B accuracy early
+             against that at the end, C accuracy at the end on one half of the images against that
+             on the other, D mean gates and E mean content information by layer, F types of heads by
+             layer; a point for each seed
+seeds.zarr   accuracies by (seed, epoch), right answers at the end by (seed, image), gates, content
+             information and types by (seed, epoch, layer, head), where epochs after the last one of
+             the CNN are the T-CNN's: xarray.open_zarr
 
-It ends by checking that the trainings learned, and that the first layer's mean gate ends above the last one's.
+It ends by checking that the trainings learned, and that the first layer's mean gate ends above the
+last one's.
 
 On your own images, as the papers did on ImageNet with a GPU:
 
@@ -65,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(args.seed, args.seed + args.seeds)
     trainings = [train(first, seed) for seed in seeds]
     # Attributes that differ, such as the time of a recording, are dropped.
-    results = xr.concat(
-        trainings, xr.Variable("seed", list(seeds)), combine_attrs="drop_conflicts"
-    )
+    results = xr.concat(trainings, xr.Variable("seed", list(seeds)), combine_attrs="drop_conflicts")
     first.output.save(results)
     draw(results).savefig(first.output.figure, dpi=200)
     print(table(results))
@@ -80,10 +81,7 @@ def train(first: Study, seed: int) -> xr.Dataset:
     args = argparse.Namespace(**{**vars(first.args), "seed": seed})
     # Another seed would split the data anew, and all seeds must be shown the same images.
     study = replace(first.with_cnn(args), loaders=first.loaders)
-    before = [
-        result.top1
-        for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")
-    ]
+    before = [result.top1 for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")]
     # The seed is set again, because queries and keys are drawn when the CNN is converted.
     torch.manual_seed(seed)
     tcnn = reparameterize(study.cnn)
@@ -99,13 +97,9 @@ def train(first: Study, seed: int) -> xr.Dataset:
         tcnn_probe.head_types(recording, by="gate").values.astype(object),
     )
     top1 = [*before, *recording.top1.values]
-    accuracies = xr.DataArray(
-        top1, {"epoch": range(len(top1))}, ("epoch",), name="top1"
-    )
+    accuracies = xr.DataArray(top1, {"epoch": range(len(top1))}, ("epoch",), name="top1")
     # The join is outer, since the CNN's epochs have accuracies but no heads.
-    return xr.merge([heads, accuracies], join="outer").assign(
-        correct=("image", right(tcnn, study))
-    )
+    return xr.merge([heads, accuracies], join="outer").assign(correct=("image", right(tcnn, study)))
 
 
 @torch.no_grad()
@@ -122,17 +116,18 @@ def right(model: nn.Module, study: Study) -> np.ndarray:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return Spearman's rank correlation with its 95 % interval over seeds, after Bonett and Wright (2000, Eq. 3)."""
-    # Three seeds leave no degree of freedom for the standard error, and constant ranks have no correlation.
+    """Return Spearman's rank correlation with its 95 % interval over seeds, after Bonett and Wright
+    (2000, Eq. 3).
+    """
+    # Three seeds leave no degree of freedom for the standard error, and constant ranks have no
+    # correlation.
     if len(x) < 4 or not np.ptp(x) or not np.ptp(y):
         return np.nan, np.nan, np.nan
     rho = float(spearmanr(x, y).statistic)
     # For ranks, Bonett and Wright multiply Fisher's variance by 1 + rho^2 / 2.
     half = norm.ppf(0.975) * np.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     # The Fisher transform of a correlation of 1 is infinite.
-    low, high = np.tanh(
-        np.arctanh(np.clip(rho, -1 + 1e-12, 1 - 1e-12)) + np.array([-half, half])
-    )
+    low, high = np.tanh(np.arctanh(np.clip(rho, -1 + 1e-12, 1 - 1e-12)) + np.array([-half, half]))
     return rho, float(low), float(high)
 
 
@@ -148,8 +143,7 @@ def by_epoch(results: xr.Dataset) -> dict[int, tuple[float, float, float]]:
 def halves(results: xr.Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the accuracies at the end on the even and on the odd validation images, by seed."""
     return tuple(
-        results.correct.isel(image=slice(start, None, 2)).mean("image").values
-        for start in (0, 1)
+        results.correct.isel(image=slice(start, None, 2)).mean("image").values for start in (0, 1)
     )
 
 
@@ -223,9 +217,7 @@ def draw_spread(panel: Axes, results: xr.Dataset) -> None:
         # A single seed has no standard deviation; with ddof=0 it is 0, which draws no band.
         top1.std("seed", ddof=1 if top1.sizes["seed"] > 1 else 0),
     )
-    panel.fill_between(
-        epochs, top1.min("seed"), top1.max("seed"), color="0.9", label="range"
-    )
+    panel.fill_between(epochs, top1.min("seed"), top1.max("seed"), color="0.9", label="range")
     panel.fill_between(
         epochs,
         mean - deviation,
@@ -253,9 +245,7 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
         shares = (types == kind).mean("head")
         mean = shares.mean("seed").values
         # matplotlib takes lengths of error bars, not their ends.
-        spread = np.abs(
-            np.stack([shares.min("seed").values, shares.max("seed").values]) - mean
-        )
+        spread = np.abs(np.stack([shares.min("seed").values, shares.max("seed").values]) - mean)
         panel.errorbar(
             range(len(mean)),
             mean,
@@ -276,10 +266,13 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return what the seeds agree on, and how early accuracies and halves of the images rank them."""
+    """Return what the seeds agree on, and how early accuracies and halves of the images rank
+    them.
+    """
     top1, seeds = results.top1, results.sizes["seed"]
     lines = [
-        f"\n{seeds} seeds, {results.sizes['image']} validation images; converted before epoch {converted(results)}"
+        f"\n{seeds} seeds, {results.sizes['image']} validation images; converted before epoch "
+        f"{converted(results)}"
     ]
     lines.append(
         f"{'epoch':>6}{'mean':>8}{'std':>8}{'min':>8}{'max':>8}"
@@ -300,26 +293,24 @@ def table(results: xr.Dataset) -> str:
     even, odd = halves(results)
     rho, low, high = rank_correlation(even, odd)
     lines.append(
-        f"at the end, even images rank the seeds as odd ones do by {rho:+.2f} [{low:+.2f}, {high:+.2f}]"
+        f"at the end, even images rank the seeds as odd ones do by {rho:+.2f} [{low:+.2f}, "
+        f"{high:+.2f}]"
     )
     accuracy = float(top1.isel(epoch=-1).mean())
     # The spread that the choice of images alone would give, for comparison with that of the seeds.
     by_chance = (accuracy * (1 - accuracy) / results.sizes["image"]) ** 0.5
-    lines.append(
-        f"a standard error over {results.sizes['image']} images is {by_chance:.3f}"
-    )
+    lines.append(f"a standard error over {results.sizes['image']} images is {by_chance:.3f}")
     last = results.isel(epoch=-1)
     lines.append(
-        f"at the end, over seeds:{'mean gate':>22}{'std':>6}{'range':>14}{'content (nat)':>18}{'std':>6}"
+        "at the end, over "
+        f"seeds:{'mean gate':>22}{'std':>6}{'range':>14}{'content (nat)':>18}{'std':>6}"
     )
     for layer in results.layer.values:
         gate, content = (
             last[name].sel(layer=layer).mean("head").values
             for name in ("gate", "content_information")
         )
-        deviations = [
-            part.std(ddof=1) if seeds > 1 else np.nan for part in (gate, content)
-        ]
+        deviations = [part.std(ddof=1) if seeds > 1 else np.nan for part in (gate, content)]
         lines.append(
             f"  {layer:28}{gate.mean():15.2f}{deviations[0]:6.2f}{gate.min():8.2f}-{gate.max():.2f}"
             f"{content.mean():17.2f}{deviations[1]:7.2f}"
@@ -331,14 +322,14 @@ def table(results: xr.Dataset) -> str:
     as_first = last.head_type == last.head_type.isel(seed=0)
     if seeds > 1:
         share = float(as_first.isel(seed=slice(1, None)).mean())
-        lines.append(
-            f"{share:.2f} of the heads have the type that they have with the first seed"
-        )
+        lines.append(f"{share:.2f} of the heads have the type that they have with the first seed")
     return "\n".join(lines)
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the median training learned, and the first layer's mean gate ends above the last one's."""
+    """Return whether the median training learned, and the first layer's mean gate ends above the
+    last one's.
+    """
     last = results.isel(epoch=-1)
     # The median is judged, as a single training may fail.
     median = float(last.top1.median())
@@ -347,7 +338,8 @@ def check(results: xr.Dataset, chance: float) -> bool:
     above = gates[0] > gates[-1]
     verdict = "above" if above else "NOT above"
     print(
-        f"check: the first layer's mean gate ends {verdict} the last one's: {gates[0]:.2f}, {gates[-1]:.2f}"
+        f"check: the first layer's mean gate ends {verdict} the last one's: {gates[0]:.2f}, "
+        f"{gates[-1]:.2f}"
     )
     return has_learned and bool(above)
 

@@ -1,25 +1,30 @@
-"""Class attention before and after fine-tuning for segmentation (after PatchConvNet, Fig. 1 and Table 3).
+"""Class attention before and after fine-tuning for segmentation (after PatchConvNet, Fig. 1 and
+Table 3).
 
     pip install -e ".[huggingface]" && python studies/segmentation_attention.py
 
 Takes about 2 minutes on one CPU core.
 
-The paper shows where the class attention of a classifier looks, and fine-tunes the same trunk within UperNet. Does that
-change where it looks? The loss of a segmenter no longer tells its trunk which patches tell the class.
+The paper shows where the class attention of a classifier looks, and fine-tunes the same trunk
+within UperNet. Does that change where it looks? The loss of a segmenter no longer tells its trunk
+which patches tell the class.
 
-How: a small PatchConvNet learns handwritten digits in cluttered scenes of 32 x 32 pixels. From there its trunk is
-fine-tuned in two ways: within UperNet, to name the digit of every pixel of its strokes and to tell them from background
-and fragments of other digits; and, as the control, by labels for as long. Pooling and classifier are frozen in both, so
-that only their inputs from the trunk change. Class attention is then measured on validation scenes: the share of it
-that falls on the digit's strokes, and how far each map is from that before (total variation, 0 to 1).
+How: a small PatchConvNet learns handwritten digits in cluttered scenes of 32 x 32 pixels. From
+there its trunk is fine-tuned in two ways: within UperNet, to name the digit of every pixel of its
+strokes and to tell them from background and fragments of other digits; and, as the control, by
+labels for as long. Pooling and classifier are frozen in both, so that only their inputs from the
+trunk change. Class attention is then measured on validation scenes: the share of it that falls on
+the digit's strokes, and how far each map is from that before (total variation, 0 to 1).
 
 Writes into results/:
-segmentation_attention.png     A share of class attention on the strokes, B change of the maps, C accuracy of the
-                               classifier, a line or point for each seed; D scenes, and maps before and after
-segmentation_attention.zarr    the numbers behind it by (seed, training), and maps of the first seed: xarray.open_zarr
+segmentation_attention.png     A share of class attention on the strokes, B change of the maps, C
+                               accuracy of the classifier, a line or point for each seed; D scenes,
+                               and maps before and after
+segmentation_attention.zarr    the numbers behind it by (seed, training), and maps of the first
+                               seed: xarray.open_zarr
 
-It ends by checking that the classifiers learned, and that the segmenters find strokes: their intersection over union is
-more than twice that of calling every pixel a stroke.
+It ends by checking that the classifiers learned, and that the segmenters find strokes: their
+intersection over union is more than twice that of calling every pixel a stroke.
 """
 
 import argparse
@@ -88,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train a classifier and fine-tune its trunk in both ways; return the measurements of the three models."""
+    """Train a classifier and fine-tune its trunk in both ways; return the measurements of the three
+    models.
+    """
     train, validation = cluttered_digits(
         size=SIZE, limit=args.limit, seed=seed, fragments=FRAGMENTS
     )
@@ -113,9 +120,7 @@ def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
             fit(model, trunk, train, args.fine_epochs, FINE_LR, by_label)
 
     names = xr.Variable("training", np.array(list(models), object))
-    measured = xr.concat(
-        [measure(m, scenes, validation.labels) for m in models.values()], names
-    )
+    measured = xr.concat([measure(m, scenes, validation.labels) for m in models.values()], names)
     maps = measured.attention.sel(training=BEFORE)
     measured["change"] = abs(measured.attention - maps).sum(["y", "x"]) / 2
     measured["iou"] = "image", stroke_iou(segmenter, scenes)
@@ -171,7 +176,9 @@ def fit(
     lr: float,
     loss_of: Loss,
 ) -> None:
-    """Train weights of a model in place, on scenes that are drawn anew at each visit, and leave it in eval mode."""
+    """Train weights of a model in place, on scenes that are drawn anew at each visit, and leave it
+    in eval mode.
+    """
     # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(weights, lr, weight_decay=WEIGHT_DECAY, fused=True)
     steps = len(digits) // BATCH
@@ -182,9 +189,7 @@ def fit(
             done = epoch * steps + step
             optimizer.param_groups[0]["lr"] = lr * rate_factor(done, epochs * steps)
             scenes = [digits.scene(int(index)) for index in rows]
-            loss = loss_of(
-                model, images_of(scenes), digits.labels[rows], masks_of(scenes)
-            )
+            loss = loss_of(model, images_of(scenes), digits.labels[rows], masks_of(scenes))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -203,7 +208,9 @@ def masks_of(scenes: list[Scene]) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset:
-    """Return class attention (image, y, x), its share on the strokes, that of uniform attention, and the accuracy."""
+    """Return class attention (image, y, x), its share on the strokes, that of uniform attention,
+    and the accuracy.
+    """
     images = images_of(scenes)
     tree = tcnn_probe.attention_maps(model, images, queries="class", progress=False)
     (node,) = tree.children.values()  # there is one pool
@@ -224,7 +231,9 @@ def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset
 
 @torch.no_grad()
 def stroke_iou(segmenter: nn.Module, scenes: list[Scene]) -> np.ndarray:
-    """Return the intersection over union of predicted strokes, of any digit, with the strokes, by image."""
+    """Return the intersection over union of predicted strokes, of any digit, with the strokes, by
+    image.
+    """
     named = segmenter(images_of(scenes)).argmax(1) > 0
     masks = masks_of(scenes)
     common, union = ((part).sum((1, 2)) for part in (named & masks, named | masks))
@@ -239,9 +248,7 @@ def draw(results: xr.Dataset) -> Figure:
     panels = above.subplots(1, 3)
     trainings = list(results.training.values)
     shares = (results.on_digit / results.even).mean("image")
-    panels[0].plot(
-        trainings, shares.transpose("training", "seed"), "o-", color="0.4", alpha=0.6
-    )
+    panels[0].plot(trainings, shares.transpose("training", "seed"), "o-", color="0.4", alpha=0.6)
     panels[0].axhline(1, color="0.6", ls=":")
     panels[0].set(ylabel="attention on strokes,\nrelative to uniform attention")
     for panel, name, label in (
@@ -276,9 +283,7 @@ def draw_maps(axes: np.ndarray, results: xr.Dataset) -> None:
     for row, training in enumerate(results.training.values, 1):
         for column, ax in enumerate(axes[row]):
             # The scale starts at 0, so that a uniform map does not look structured.
-            ax.imshow(
-                results.attention.sel(training=training).isel(image=column), vmin=0
-            )
+            ax.imshow(results.attention.sel(training=training).isel(image=column), vmin=0)
         label_row(axes[row, 0], str(training))
     label_row(axes[0, 0], "scene")
     axes[0, 0].set_title("D", loc="left", fontweight="bold")
@@ -300,24 +305,18 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
         return values.sel(training=first) - values.sel(training=second)
 
     return {
-        "on strokes, by segmentation less before": difference(
-            shares, SEGMENTED, BEFORE
-        ),
+        "on strokes, by segmentation less before": difference(shares, SEGMENTED, BEFORE),
         "on strokes, by labels less before": difference(shares, LABELED, BEFORE),
-        "on strokes, by segmentation less by labels": difference(
-            shares, SEGMENTED, LABELED
-        ),
-        "change of maps, by segmentation less by labels": difference(
-            change, SEGMENTED, LABELED
-        ),
-        "accuracy, by segmentation less by labels": difference(
-            results.top1, SEGMENTED, LABELED
-        ),
+        "on strokes, by segmentation less by labels": difference(shares, SEGMENTED, LABELED),
+        "change of maps, by segmentation less by labels": difference(change, SEGMENTED, LABELED),
+        "accuracy, by segmentation less by labels": difference(results.top1, SEGMENTED, LABELED),
     }
 
 
 def table(results: xr.Dataset) -> str:
-    """Return means of each training, and each difference with its interval over seeds and a verdict."""
+    """Return means of each training, and each difference with its interval over seeds and a
+    verdict.
+    """
     lines = [f"\n{'':18}accuracy  on strokes / even  change of maps"]
     shares = (results.on_digit / results.even).mean("image")
     for name in results.training.values:
@@ -331,9 +330,7 @@ def table(results: xr.Dataset) -> str:
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
         verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(
-            f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
-        )
+        lines.append(f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
     return "\n".join(lines)
 
 
@@ -346,7 +343,8 @@ def check(results: xr.Dataset) -> bool:
     finds = iou > 2 * even
     verdict = "find" if finds else "do NOT find"
     print(
-        f"check: the segmenters {verdict} strokes: IoU of at least {iou:.2f}; of all pixels they are {even:.2f}"
+        f"check: the segmenters {verdict} strokes: IoU of at least {iou:.2f}; of all pixels they "
+        f"are {even:.2f}"
     )
     return has_learned and finds
 
@@ -355,9 +353,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--epochs", type=from_least(1), help="epochs of the classifier (default: 6)"
-    )
+    group.add_argument("--epochs", type=from_least(1), help="epochs of the classifier (default: 6)")
     group.add_argument(
         "--fine-epochs",
         type=from_least(1),

@@ -4,31 +4,37 @@ r"""Four claims of the T-CNN paper that it states without a figure, each asked o
 
 Takes about 4 minutes on one CPU core.
 
-What one should see (tcnn_claims.png): no outcome in particular, since the study asks questions. For each claim it
-prints a difference with its interval over trainings, and says "undecided" where the interval contains zero. The paper
-does not say how its claims are to be measured: these measures are our operationalisations, each above zero if the claim
-holds as we read it.
+What one should see (tcnn_claims.png): no outcome in particular, since the study asks questions. For
+each claim it prints a difference with its interval over trainings, and says "undecided" where the
+interval contains zero. The paper does not say how its claims are to be measured: these measures are
+our operationalisations, each above zero if the claim holds as we read it.
 
-- The centre tap: "the attention head initially focusing on the query pixel (head 5) stays convolutional in all layers"
-  (Sec. 4). Its gate, less the mean gate of the eight other heads, in each layer.
-- The gate: without it, content and position share one softmax, which "ignores the smallest of the two", and heads
-  choose one and stick to it (Sec. 2). How one-sided heads are: the larger of the two kinds of information in their
-  attention, as a share of both. Information is what an image, or the place of a query, tells about where a head looks.
-- The filters: W_out begins as the CNN's filters (Eq. 6). The accuracy at the end, less that from a W_out drawn anew.
-- The optimizer: "we obtained worse results with SGD" (footnote 3). The accuracy at the end, less that of the better of
-  several rates of SGD.
+- The centre tap: "the attention head initially focusing on the query pixel (head 5) stays
+  convolutional in all layers" (Sec. 4). Its gate, less the mean gate of the eight other heads, in
+  each layer.
+- The gate: without it, content and position share one softmax, which "ignores the smallest of the
+  two", and heads choose one and stick to it (Sec. 2). How one-sided heads are: the larger of the
+  two kinds of information in their attention, as a share of both. Information is what an image, or
+  the place of a query, tells about where a head looks.
+- The filters: W_out begins as the CNN's filters (Eq. 6). The accuracy at the end, less that from a
+  W_out drawn anew.
+- The optimizer: "we obtained worse results with SGD" (footnote 3). The accuracy at the end, less
+  that of the better of several rates of SGD.
 
-How: with each seed a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized as
-gated positional self-attention (GPSA), and fine-tuned in each of these ways. Queries and keys learn faster than the
-other weights: in so few steps, heads could not learn content otherwise.
+How: with each seed a small ResNet learns handwritten digits in cluttered scenes. Its last stage is
+reparameterized as gated positional self-attention (GPSA), and fine-tuned in each of these ways.
+Queries and keys learn faster than the other weights: in so few steps, heads could not learn content
+otherwise.
 
 Writes into results/:
-tcnn_claims.png    A gates of the centre tap and of the other heads, B information by content and by position of each
-                   head, C accuracy by epoch from the CNN's filters and from others, D accuracy at the end by optimizer
-tcnn_claims.zarr   accuracies by (seed, arm, epoch), information by (seed, arm, epoch, layer, head), gates by
-                   (seed, epoch, layer, head): xarray.open_zarr
+tcnn_claims.png    A gates of the centre tap and of the other heads, B information by content and by
+                   position of each head, C accuracy by epoch from the CNN's filters and from
+                   others, D accuracy at the end by optimizer
+tcnn_claims.zarr   accuracies by (seed, arm, epoch), information by (seed, arm, epoch, layer, head),
+                   gates by (seed, epoch, layer, head): xarray.open_zarr
 
-It ends by checking that the T-CNNs learned, and that all heads start by position, with a gate and without.
+It ends by checking that the T-CNNs learned, and that all heads start by position, with a gate and
+without.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -80,7 +86,8 @@ COLORS = {
 }
 CENTER = 4
 """Head of the centre tap of a 3 x 3 kernel, head 5 of the paper."""
-# Enough that no single image dominates the mean; the attention of all of them fits into memory at once.
+# Enough that no single image dominates the mean; the attention of all of them fits into memory at
+# once.
 IMAGES = 48
 """Validation images whose attention is measured."""
 
@@ -111,10 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Ungated(nn.Module):
-    """Positional self-attention without a gate: one softmax of content and position (T-CNN paper, Eq. 3).
+    """Positional self-attention without a gate: one softmax of content and position (T-CNN paper,
+    Eq. 3).
 
-    It forms the whole attention, and has the parameters of a GPSA layer, whose gates have no effect and are not
-    trained. The zeros around the image are keys without content, so that their logits depend on their place alone.
+    It forms the whole attention, and has the parameters of a GPSA layer, whose gates have no effect
+    and are not trained. The zeros around the image are keys without content, so that their logits
+    depend on their place alone.
 
     Args:
         layer: GPSA layer to take the parameters from.
@@ -126,7 +135,9 @@ class Ungated(nn.Module):
         self.layer = layer
 
     def attention(self, x: Tensor) -> Tensor:
-        """Return the attention (B, heads, N_query, N_key), keys row-major over the image and its padding."""
+        """Return the attention (B, heads, N_query, N_key), keys row-major over the image and its
+        padding.
+        """
         parts = self.layer.gated_attention(x)
         content = parts.query @ parts.key.mT * parts.scale
         padding = (parts.x.before, parts.x.after, parts.y.before, parts.y.after)
@@ -166,7 +177,8 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
     tcnn = convert(arm, study, seed)
     recipe: dict[str, Any] = {}
     if arm.startswith("SGD"):
-        # A separate rate for queries and keys is meant for AdamW, whose steps do not grow with the gradient.
+        # A separate rate for queries and keys is meant for AdamW, whose steps do not grow with the
+        # gradient.
         recipe = {"opt": "momentum", "lr": float(arm.split()[-1]), "qk_lr": None}
     file = f"{arm.replace(' ', '-').replace(',', '')}_{seed}"
     images = probed_images(study.validation, IMAGES).images.to(study.args.device)
@@ -174,11 +186,10 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
     # The recorder does not know layers without gates.
     recorded = nullcontext() if arm == UNGATED else record(study, tcnn, file)
     with recorded as recorder:
-        for result in study.finetune(
-            tcnn, file, f"{arm}, seed {seed}", seed=seed, **recipe
-        ):
+        for result in study.finetune(tcnn, file, f"{arm}, seed {seed}", seed=seed, **recipe):
             path = study.output.checkpoints / f"{file}-{result.epoch}.zarr"
-            # A resumed run has the last weights at each of its first epochs, and has marked and measured them before.
+            # A resumed run has the last weights at each of its first epochs, and has marked and
+            # measured them before.
             if recorder is not None:
                 recorder.mark(if_marked="skip", **asdict(result))
             if not path.exists():
@@ -203,7 +214,9 @@ def record(study: Study, tcnn: nn.Module, file: str) -> tcnn_probe.Recorder:
 
 @torch.no_grad()
 def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Return the information by position and by content in the attention of each head, (layer, head), in nat."""
+    """Return the information by position and by content in the attention of each head, (layer,
+    head), in nat.
+    """
     # An ungated layer has a GPSA layer inside.
     names = [name.removesuffix(".layer") for name in gpsa_layers(model)]
     parts: list[Tensor] = []
@@ -211,9 +224,7 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
     def keep(layer: Any, inputs: tuple[Tensor]) -> None:
         parts.append(information(layer.attention(inputs[0])))
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(keep) for name in names
-    ]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(keep) for name in names]
     # Hooks are removed whatever happens, because the training of the model continues.
     try:
         model.eval()(images)
@@ -222,8 +233,7 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
             hook.remove()
     dims, measures = ("layer", "head"), torch.stack(parts).cpu().unbind(1)
     data = {
-        name: (dims, values)
-        for name, values in zip(("position", "content"), measures, strict=True)
+        name: (dims, values) for name, values in zip(("position", "content"), measures, strict=True)
     }
     return xr.Dataset(data, {"layer": names})
 
@@ -231,9 +241,9 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
 def information(attention: Tensor) -> Tensor:
     """Return the information in attention (B, heads, N_query, N_key), shape (2, heads), in nat.
 
-    By position: the entropy of the mean attention of all queries, less the mean entropy of a query's. By content: the
-    mean entropy of a query's attention, averaged over images, less that in an image, times B / (B - 1) against its
-    bias, as tcnn_probe records it.
+    By position: the entropy of the mean attention of all queries, less the mean entropy of a
+    query's. By content: the mean entropy of a query's attention, averaged over images, less that in
+    an image, times B / (B - 1) against its bias, as tcnn_probe records it.
     """
     # Entropies are in float64, as the information is a small difference of them.
     attention = attention.double()
@@ -249,39 +259,42 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return each claim as a difference that is above zero if the claim holds as we read it, by seed."""
+    """Return each claim as a difference that is above zero if the claim holds as we read it, by
+    seed.
+    """
     last = results.isel(epoch=-1)
     gates = last.gate.sel(arm=GATED)
     off_center = gates.drop_sel(head=CENTER).mean("head")
     claims = {
-        f"gate of the centre tap, less the others', {layer}": gates.sel(
-            head=CENTER, layer=layer
-        )
+        f"gate of the centre tap, less the others', {layer}": gates.sel(head=CENTER, layer=layer)
         - off_center.sel(layer=layer)
         for layer in gates.layer.values
     }
     sides = one_sided(last).mean(["layer", "head"])
-    claims["how one-sided heads are, ungated less gated"] = sides.sel(
-        arm=UNGATED
-    ) - sides.sel(arm=GATED)
+    claims["how one-sided heads are, ungated less gated"] = sides.sel(arm=UNGATED) - sides.sel(
+        arm=GATED
+    )
     content = last.content.mean(["layer", "head"])
     claims["information by content (nat), gated less ungated"] = content.sel(
         arm=GATED
     ) - content.sel(arm=UNGATED)
     top1 = last.top1
     claims["accuracy, gated less ungated"] = top1.sel(arm=GATED) - top1.sel(arm=UNGATED)
-    claims["accuracy, the CNN's filters less drawn ones"] = top1.sel(
-        arm=GATED
-    ) - top1.sel(arm=REDRAWN)
-    claims[f"accuracy, AdamW less {best_sgd(results)}"] = top1.sel(
-        arm=GATED
-    ) - top1.sel(arm=best_sgd(results))
+    claims["accuracy, the CNN's filters less drawn ones"] = top1.sel(arm=GATED) - top1.sel(
+        arm=REDRAWN
+    )
+    claims[f"accuracy, AdamW less {best_sgd(results)}"] = top1.sel(arm=GATED) - top1.sel(
+        arm=best_sgd(results)
+    )
     return claims
 
 
 def one_sided(ds: xr.Dataset) -> xr.DataArray:
-    """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if one of them is zero."""
-    # The bias correction may bring content information below zero, and a share of a negative number has no meaning.
+    """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if one
+    of them is zero.
+    """
+    # The bias correction may bring content information below zero, and a share of a negative number
+    # has no meaning.
     position, content = ds.position.clip(0), ds.content.clip(0)
     return np.maximum(position, content) / (position + content)
 
@@ -294,7 +307,9 @@ def best_sgd(results: xr.Dataset) -> str:
 
 
 def kept_sides(results: xr.Dataset, arm: str) -> xr.DataArray:
-    """Return the share of heads that end with the kind of information that led after the first epoch, by seed."""
+    """Return the share of heads that end with the kind of information that led after the first
+    epoch, by seed.
+    """
     of_arm = results.sel(arm=arm)
     leads = of_arm.position > of_arm.content
     # Epoch 0 is before any training: the first comparison is after one epoch.
@@ -327,9 +342,7 @@ def draw(results: xr.Dataset) -> Figure:
         curves = results.top1.sel(arm=arm).transpose("epoch", "seed")
         panels[2].plot(curves.epoch, curves, color=COLORS[arm], lw=0.6, alpha=0.6)
         label = "the CNN's filters" if arm == GATED else arm
-        panels[2].plot(
-            curves.epoch, curves.mean("seed"), color=COLORS[arm], lw=2.2, label=label
-        )
+        panels[2].plot(curves.epoch, curves.mean("seed"), color=COLORS[arm], lw=2.2, label=label)
     panels[2].set(xlabel="epoch", ylabel="accuracy", title="where W_out begins")
     whole_ticks(panels[2])
     draw_optimizers(panels[3], last.top1)
@@ -340,8 +353,11 @@ def draw(results: xr.Dataset) -> Figure:
 
 
 def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
-    """Draw the gates of the centre tap and of the other heads by layer, a point for each training."""
-    # The other heads are drawn in one row, as the claim is about their difference from the centre tap.
+    """Draw the gates of the centre tap and of the other heads by layer, a point for each
+    training.
+    """
+    # The other heads are drawn in one row, as the claim is about their difference from the centre
+    # tap.
     off_center = gates.drop_sel(head=CENTER).transpose("layer", "seed", "head")
     for row, layer in enumerate(gates.layer.values):
         rest = off_center.sel(layer=layer).values.ravel()
@@ -363,9 +379,7 @@ def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
             ms=4,
             label=None if row else "centre tap",
         )
-    panel.set_xticks(
-        range(gates.sizes["layer"]), gates.layer.values, rotation=20, fontsize=7
-    )
+    panel.set_xticks(range(gates.sizes["layer"]), gates.layer.values, rotation=20, fontsize=7)
     panel.set(ylabel=r"gate $\sigma(\lambda)$", ylim=(0, 1), title="gates at the end")
     panel.legend(frameon=False)
 
@@ -385,36 +399,38 @@ def table(results: xr.Dataset) -> str:
     """Return each claim with its interval over trainings, and a verdict."""
     seeds = results.sizes["seed"]
     lines = [
-        f"\nmean [95 % interval] over {seeds} trainings; above zero if the claim holds, by our operationalisation"
+        f"\nmean [95 % interval] over {seeds} trainings; above zero if the claim holds, by our "
+        "operationalisation"
     ]
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
         # An interval that contains zero leaves the claim open.
         verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(
-            f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
-        )
+        lines.append(f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
     types = results.head_type.sel(arm=GATED).isel(epoch=-1)
     convolutional = (types == "convolutional").sel(head=CENTER)
     everywhere = int(convolutional.all("layer").sum())
     lines.append(
-        f"the centre tap is convolutional by its gate in all layers in {everywhere} of {seeds} trainings"
+        f"the centre tap is convolutional by its gate in all layers in {everywhere} of {seeds} "
+        "trainings"
     )
     for arm in (GATED, UNGATED):
         share = float(kept_sides(results, arm).mean())
         lines.append(
-            f"{arm}: {share:.2f} of the heads end with the kind of information that led after the first epoch"
+            f"{arm}: {share:.2f} of the heads end with the kind of information that led after the "
+            "first epoch"
         )
     means = results.top1.isel(epoch=-1).mean("seed").to_series()
     lines.append(
-        "accuracy at the end: "
-        + ", ".join(f"{arm} {value:.3f}" for arm, value in means.items())
+        "accuracy at the end: " + ", ".join(f"{arm} {value:.3f}" for arm, value in means.items())
     )
     return "\n".join(lines)
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNNs learned, and all heads start by position, with a gate and without."""
+    """Return whether the T-CNNs learned, and all heads start by position, with a gate and
+    without.
+    """
     # The median is judged: one training that failed must not decide for the others.
     median = float(results.top1.sel(arm=GATED).isel(epoch=-1).median())
     has_learned = learned("the median T-CNN", median, int(results.images), chance)
@@ -424,7 +440,8 @@ def check(results: xr.Dataset, chance: float) -> bool:
     position = float(start.position.min())
     content = float(start.content.max())
     print(
-        f"check: heads {verdict} by position: {position:.2f} nat or more, by content {content:.4f} nat or less"
+        f"check: heads {verdict} by position: {position:.2f} nat or more, by content {content:.4f} "
+        "nat or less"
     )
     return has_learned and by_position
 
@@ -450,7 +467,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         fill_in(args, {"seeds": 1, "epochs": 2, "sgd_lrs": [0.1]})
     digits = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16}
-    # A rate of 0.005 lets queries and keys move 14 times their initial distance from zero, that of the weights 3 times.
+    # A rate of 0.005 lets queries and keys move 14 times their initial distance from zero, that of
+    # the weights 3 times.
     digits |= {"cnn_epochs": 6, "epochs": 4, "qk_lr": 5e-3}
     settle(parser, args, digits=digits)
     fill_in(args, {"seeds": 5, "sgd_lrs": [0.01, 0.1]})

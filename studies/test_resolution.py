@@ -4,24 +4,28 @@ r"""Accuracy and attention at test resolutions other than that of training (T-CN
 
 Takes about 3 minutes on one CPU core.
 
-What one should see (test_resolution.png): all models are best near the resolution that they were trained at. Attention
-is over more positions at higher resolutions. The positional part keeps its width in cells of the feature map, so it
-covers a smaller part of the image, as a convolution does; the content part covers the whole image at every resolution.
+What one should see (test_resolution.png): all models are best near the resolution that they were
+trained at. Attention is over more positions at higher resolutions. The positional part keeps its
+width in cells of the feature map, so it covers a smaller part of the image, as a convolution does;
+the content part covers the whole image at every resolution.
 
-How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
-(the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). --unstrided adds a
-control with the T-CNN's finer grid and without its attention, --matched-start a T-CNN that starts near this control,
-on the same grid. The models are shown the same validation images at several resolutions,
-and every head is recorded along the resolution. Nothing is adapted: the positional encodings are functions of the
-distance between two pixels (Eq. 4).
+How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in
+two ways: as it is (the control), and with its last stage reparameterized as gated positional
+self-attention (T-CNN). --unstrided adds a control with the T-CNN's finer grid and without its
+attention, --matched-start a T-CNN that starts near this control, on the same grid. The models are
+shown the same validation images at several resolutions, and every head is recorded along the
+resolution. Nothing is adapted: the positional encodings are functions of the distance between two
+pixels (Eq. 4).
 
 Writes into results/:
-test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and of uniform attention,
-                             C mean distance of attention as a share of that of uniform attention; thin lines are heads
+test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and
+                             of uniform attention, C mean distance of attention as a share of that
+                             of uniform attention; thin lines are heads
 test_resolution.zarr         accuracies and heads by resolution: xarray.open_zarr
 test_resolution_tcnn.zarr    the recording of tcnn_probe during fine-tuning
 
-It ends by checking that the models learned, and are better at the resolution of training than at the lowest.
+It ends by checking that the models learned, and are better at the resolution of training than at
+the lowest.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -191,12 +195,8 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
 
 def table(scores: xr.Dataset) -> str:
     """Return accuracy by model and resolution as a table."""
-    lines = [
-        f"\nvalidation accuracy on {int(scores.images)} images, by test resolution (one seed)"
-    ]
-    lines.append(
-        f"{'':<28}" + "".join(f"{size:>8}" for size in scores.resolution.values)
-    )
+    lines = [f"\nvalidation accuracy on {int(scores.images)} images, by test resolution (one seed)"]
+    lines.append(f"{'':<28}" + "".join(f"{size:>8}" for size in scores.resolution.values))
     for model, row in zip(scores.model.values, scores.top1.values.T, strict=True):
         cells = "".join(f"{top1:8.3f}" for top1 in row)
         lines.append(f"{model:<28}{cells}")
@@ -204,12 +204,12 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
-    """Return whether the models learned, and are better where they were trained than at the lowest resolution."""
+    """Return whether the models learned, and are better where they were trained than at the lowest
+    resolution.
+    """
     trained, lowest = scores.sel(resolution=trained_at), scores.isel(resolution=0)
     passed = [
-        learned(
-            str(model), float(trained.top1.sel(model=model)), int(scores.images), chance
-        )
+        learned(str(model), float(trained.top1.sel(model=model)), int(scores.images), chance)
         for model in scores.model.values
     ]
     for model in scores.model.values:
@@ -217,7 +217,8 @@ def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
         low = float(lowest.top1.sel(model=model))
         verdict = "more" if high > low else "NOT more"
         print(
-            f"check: {model} {verdict} accurate at {trained_at} pixels than at {int(lowest.resolution)}: ",
+            f"check: {model} {verdict} accurate at {trained_at} pixels than at "
+            f"{int(lowest.resolution)}: ",
             end="",
         )
         print(f"{high:.3f}, {low:.3f}")

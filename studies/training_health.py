@@ -1,4 +1,5 @@
-r"""Training health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
+r"""Training health: the signs that recordings show in trainings that go well, and in trainings that
+are made ill.
 
     python studies/training_health.py
     python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 \
@@ -6,18 +7,21 @@ r"""Training health: the signs that recordings show in trainings that go well, a
 
 The first takes five minutes on one CPU core, the second half an hour.
 
-What one should see (training_health.png): queries and keys that are scaled up, a learning rate that jumps, and a head
-whose values are cut, raise alarms at the epoch in which this is done. A learning rate that is ten times too high,
-without warm-up, raises them in the first epochs. None of these is named later than the validation loss rises by a
-tenth, if it does. Healthy trainings raise fewer than one alarm each. Shuffled labels raise none: attention does not
-tell whether labels are right, but the validation loss does.
+What one should see (training_health.png): queries and keys that are scaled up, a learning rate that
+jumps, and a head whose values are cut, raise alarms at the epoch in which this is done. A learning
+rate that is ten times too high, without warm-up, raises them in the first epochs. None of these is
+named later than the validation loss rises by a tenth, if it does. Healthy trainings raise fewer
+than one alarm each. Shuffled labels raise none: attention does not tell whether labels are right,
+but the validation loss does.
 
-How: small networks of several kinds (ViTs with a class token, with registers, with the mean of the patches and with
-qk-norm, a Swin, a CaiT with talking heads, and on photographs a T-CNN) learn handwritten digits of 8 x 8 pixels, or
-small photographs of one size, and every epoch is recorded with ``health=True``. Ill ones are ViTs:
+How: small networks of several kinds (ViTs with a class token, with registers, with the mean of the
+patches and with qk-norm, a Swin, a CaiT with talking heads, and on photographs a T-CNN) learn
+handwritten digits of 8 x 8 pixels, or small photographs of one size, and every epoch is recorded
+with ``health=True``. Ill ones are ViTs:
 
 learning rate            ten times too high, without warm-up, from the start
-rate jumps               30 times as high from the middle of the training on, as when one resumes with a wrong rate
+rate jumps               30 times as high from the middle of the training on, as when one resumes
+                         with a wrong rate
 scaled queries and keys  six times as large in all blocks, once, in the middle
 growing queries and keys three times as large in all blocks before each epoch from the middle on
 cut head                 values of a head of the second block are zero from the middle on
@@ -29,21 +33,25 @@ weight decay             100 times as strong, from the start
 precision                weights are rounded to bfloat16 after each step, from the start
 label noise              four of ten labels are drawn at random, from the start
 
-Scaled and growing queries and keys and the cut head set the variables that signs watch: that they are named shows that
-signs measure what they say. All others are ills of training. The last five were added later, and chosen before any
-run of them was seen. They are mild, as those are that one meets: whether they are named is asked, not checked.
+Scaled and growing queries and keys and the cut head set the variables that signs watch: that they
+are named shows that signs measure what they say. All others are ills of training. The last five
+were added later, and chosen before any run of them was seen. They are mild, as those are that one
+meets: whether they are named is asked, not checked.
 
-An alarm counts from the epoch in which the illness begins; an earlier one is a false alarm, as is any alarm of a
-healthy training. Alarms are those of which the recorder warns at their epoch, without knowledge of later epochs.
+An alarm counts from the epoch in which the illness begins; an earlier one is a false alarm, as is
+any alarm of a healthy training. Alarms are those of which the recorder warns at their epoch,
+without knowledge of later epochs.
 
 Writes into results/:
 training_health.png        the validation loss of each training, and its first alarm
-training_health_signs.png  for each sign the variable that shows it, in a healthy training and in the first ill one
-training_health.zarr       losses, the epoch of the first alarm and the number of alarms by (training, epoch)
+training_health_signs.png  for each sign the variable that shows it, in a healthy training and in
+                           the first ill one
+training_health.zarr       losses, the epoch of the first alarm and the number of alarms by
+                           (training, epoch)
 training_health_runs       the recording of each training: tcnn-probe health
 
-It ends by checking that each of the first five illnesses is named, not later than the validation loss rises by a
-tenth, and that healthy trainings raise fewer than one alarm each.
+It ends by checking that each of the first five illnesses is named, not later than the validation
+loss rises by a tenth, and that healthy trainings raise fewer than one alarm each.
 """
 
 import argparse
@@ -199,7 +207,9 @@ def plan(args: argparse.Namespace) -> list[Training]:
 def beside_healthy(
     recordings: Mapping[Training, xr.Dataset],
 ) -> Iterator[tuple[str, xr.Dataset, xr.Dataset]]:
-    """Yield name and recording of each ill training, and the recording of the first healthy one of its kind."""
+    """Yield name and recording of each ill training, and the recording of the first healthy one of
+    its kind.
+    """
     healthy: dict[str, xr.Dataset] = {}
     for training, ds in recordings.items():
         if training.illness == "healthy":
@@ -219,7 +229,8 @@ def network(kind: str, data: ImageSet) -> nn.Module:
     shape = {"img_size": side, "patch_size": data.patch, "in_chans": channels}
     shape |= {"num_classes": 10}
     if kind == "Swin":
-        # The first of two stages has half of the width, so that the second has that of the other networks.
+        # The first of two stages has half of the width, so that the second has that of the other
+        # networks.
         return SwinTransformer(
             **shape,
             embed_dim=DIM // 2,
@@ -232,14 +243,10 @@ def network(kind: str, data: ImageSet) -> nn.Module:
         # The published initial values are for 24 blocks and hundreds of epochs.
         return Cait(**shape, init_values=0.1, depth_token_only=1)
     # Most kinds of ViTs classify by their class token.
-    return VisionTransformer(
-        **shape, **{"class_token": True, "global_pool": "token", **VITS[kind]}
-    )
+    return VisionTransformer(**shape, **{"class_token": True, "global_pool": "token", **VITS[kind]})
 
 
-def train(
-    training: Training, data: ImageSet, args: argparse.Namespace, store: Path
-) -> xr.Dataset:
+def train(training: Training, data: ImageSet, args: argparse.Namespace, store: Path) -> xr.Dataset:
     """Train and record, or read what was recorded."""
     # The untrained network is marked too, as epoch 0.
     expected = args.epochs + 1
@@ -261,7 +268,8 @@ def train(
         # There are ten classes.
         labels = torch.where(is_noisy, torch.randint(10, labels.shape), labels)
     steps = math.ceil(len(labels) / data.batch)
-    # The warm-up takes two epochs; a rate that is ten times too high does harm at once only without it.
+    # The warm-up takes two epochs; a rate that is ten times too high does harm at once only without
+    # it.
     warmup = 0 if illness in WITHOUT_WARMUP else 2 * steps
     with (
         warnings.catch_warnings(),
@@ -274,7 +282,8 @@ def train(
         for epoch in range(args.epochs):
             is_ill = epoch + 1 >= training.begin(args.epochs)
             if is_ill and illness == "growing queries and keys":
-                # Logits grow ninefold at each epoch, while "scaled queries and keys" makes them 36 times as large once.
+                # Logits grow ninefold at each epoch, while "scaled queries and keys" makes them 36
+                # times as large once.
                 scale_up(model, 3)
             if illness == "scaled queries and keys" and epoch == args.epochs // 2:
                 scale_up(model, 6)
@@ -352,7 +361,8 @@ def round_weights(model: nn.Module) -> None:
 
 
 def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
-    """Return losses by epoch, the first alarm and the first rise of the validation loss by a tenth; NaN for none.
+    """Return losses by epoch, the first alarm and the first rise of the validation loss by a tenth;
+    NaN for none.
 
     Args:
         begin: Epoch in which the illness begins; alarms before it are counted apart.
@@ -376,7 +386,9 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
 
 
 def warned_of(ds: xr.Dataset) -> list[Finding]:
-    """Return all alarms in the order in which the recorder warns of them, each as it is at its first epoch."""
+    """Return all alarms in the order in which the recorder warns of them, each as it is at its
+    first epoch.
+    """
     alarms = []
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))
@@ -388,7 +400,9 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 def draw(results: xr.Dataset, epochs: int) -> Figure:
-    """Draw a panel for each illness: validation losses, a point at the first alarm, a line where it begins."""
+    """Draw a panel for each illness: validation losses, a point at the first alarm, a line where it
+    begins.
+    """
     figure = Figure(figsize=(12, 7), layout="constrained")
     # Twelve illnesses, and the healthy trainings.
     panels = figure.subplots(3, 5, sharex=True, sharey=True).ravel()
@@ -423,9 +437,7 @@ def table(results: xr.Dataset) -> str:
     for number in range(results.sizes["training"]):
         row = results.isel(training=number)
         name = f"{row.illness.item()}, {row.kind.item()}, seed {row.seed.item()}"
-        first, rise = (
-            f"{float(row[name]):g}" for name in ("first_alarm", "first_rise")
-        )
+        first, rise = (f"{float(row[name]):g}" for name in ("first_alarm", "first_rise"))
         lines.append(
             f"{name:48}{float(row.top1[-1]):7.2f}{int(row.alarms):8}{int(row.early_alarms):7}"
             f"{first.replace('nan', '-'):>7}"
@@ -435,7 +447,9 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset) -> bool:
-    """Check that illnesses are named in time, and that healthy trainings raise fewer than one alarm each."""
+    """Check that illnesses are named in time, and that healthy trainings raise fewer than one alarm
+    each.
+    """
     is_named = []
     for illness in NAMED:
         rows = results.isel(training=results.illness.values == illness)
@@ -444,13 +458,15 @@ def check(results: xr.Dataset) -> bool:
         # Comparisons with NaN, which stands for no alarm or no rise, are False.
         risen, sooner = np.isfinite(rows.first_rise), rows.first_alarm < rows.first_rise
         print(
-            f"check: {illness}: named in time in {int(in_time.sum())} of {len(in_time)}; the validation loss rose by "
-            f"a tenth in {int(risen.sum())}, after the alarm in {int(sooner.sum())}"
+            f"check: {illness}: named in time in {int(in_time.sum())} of {len(in_time)}; the "
+            f"validation loss rose by a tenth in {int(risen.sum())}, after the alarm in "
+            f"{int(sooner.sum())}"
         )
     healthy = results.isel(training=results.illness.values == "healthy").alarms
     print(
-        f"check: {int(healthy.sum())} alarms in {healthy.size} healthy trainings, at most {int(healthy.max())} in one; "
-        f"{int(results.early_alarms.sum())} in ill ones before their illness"
+        f"check: {int(healthy.sum())} alarms in {healthy.size} healthy trainings, at most "
+        f"{int(healthy.max())} in one; {int(results.early_alarms.sum())} in ill ones before their "
+        "illness"
     )
     return all(is_named) and float(healthy.mean()) < 1
 
@@ -470,7 +486,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--data",
         default="digits",
-        help="folder with train/ and val/, each with a folder per class, of small images of one size (default: digits)",
+        help="folder with train/ and val/, each with a folder per class, of small images of one "
+        "size (default: digits)",
     )
     add(
         "--limit",

@@ -4,19 +4,22 @@ r"""When to reparameterize, at equal total training (T-CNN paper, Sec. 5 and Tab
 
 Takes about 6 minutes on one CPU core.
 
-What one should see (when_to_reparameterize.png): in the paper, a ResNet-50 trained for 400 epochs in all does best when
-it becomes a T-CNN after 100 of them (80.44 %), better than from scratch (79.95 %) and than late (79.28 % after 300).
-Here the same question is asked of a small ResNet on handwritten digits. There is one run for each t1, and runs that are
-closer than two standard errors are not told apart; the last line that is printed says which lie further behind.
+What one should see (when_to_reparameterize.png): in the paper, a ResNet-50 trained for 400 epochs
+in all does best when it becomes a T-CNN after 100 of them (80.44 %), better than from scratch
+(79.95 %) and than late (79.28 % after 300). Here the same question is asked of a small ResNet on
+handwritten digits. There is one run for each t1, and runs that are closer than two standard errors
+are not told apart; the last line that is printed says which lie further behind.
 
-How: the loop of ``tcnn-finetune`` trains a CNN with SGD and momentum for t1 epochs, converts its last stage to gated
-positional self-attention (GPSA), and continues with the same optimizer and schedule for t2 epochs, where t1 + t2 is the
-same in all runs (the paper's T-CNN*). With t1 = 0 the hybrid is trained from scratch; with t2 = 0 the CNN alone.
+How: the loop of ``tcnn-finetune`` trains a CNN with SGD and momentum for t1 epochs, converts its
+last stage to gated positional self-attention (GPSA), and continues with the same optimizer and
+schedule for t2 epochs, where t1 + t2 is the same in all runs (the paper's T-CNN*). With t1 = 0 the
+hybrid is trained from scratch; with t2 = 0 the CNN alone.
 
 Writes into results/:
 when_to_reparameterize.png    A accuracy at the end by t1, B accuracy by epoch of each run
 when_to_reparameterize.zarr   accuracies and losses by (t1, epoch): xarray.open_zarr
-when_to_reparameterize_runs   the folder of each run: its settings, checkpoints, and recording.zarr with its heads
+when_to_reparameterize_runs   the folder of each run: its settings, checkpoints, and recording.zarr
+                              with its heads
 
 It ends by checking that each run learned, and continued as a T-CNN where it should.
 
@@ -76,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
-    """Train the CNN for ``t1`` epochs and the T-CNN for the rest, and return accuracies and losses by epoch."""
+    """Train the CNN for ``t1`` epochs and the T-CNN for the rest, and return accuracies and losses
+    by epoch.
+    """
     folder = output.beside("_runs") / f"t1_{t1}"
     config = Config(
         args.model,
@@ -104,8 +109,7 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
     with refused(ValueError, OSError):
         results = [asdict(result) for result in train(config, resume=folder.exists())]
     scores: dict[str, Any] = {
-        name: (("t1", "epoch"), [[result[name] for result in results]])
-        for name in MEASURES
+        name: (("t1", "epoch"), [[result[name] for result in results]]) for name in MEASURES
     }
     heads = images = 0
     recording = tcnn_probe.open(folder / "recording.zarr")
@@ -177,15 +181,14 @@ def table(scores: xr.Dataset) -> str:
         f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}"
         f"   (one seed each, {int(scores.images)} validation images)"
     ]
-    for t1, end, heads in zip(
-        scores.t1.values, ends.values, scores.heads.values, strict=True
-    ):
+    for t1, end, heads in zip(scores.t1.values, ends.values, scores.heads.values, strict=True):
         lines.append(f"{t1:>5}{total - t1:>5}{heads:>7}{end:>8.3f}")
     # Two standard errors of a difference are about a 95 % interval.
     apart = ends[best] - ends > 2 * (error**2 + error[best] ** 2) ** 0.5
     behind = ", ".join(str(t1) for t1 in scores.t1.values[apart.values]) or "none"
     lines.append(
-        f"most accurate: t1 = {int(scores.t1[best])}; behind it by more than two standard errors: {behind}"
+        f"most accurate: t1 = {int(scores.t1[best])}; behind it by more than two standard errors: "
+        f"{behind}"
     )
     return "\n".join(lines)
 
@@ -208,10 +211,12 @@ def check(scores: xr.Dataset) -> bool:
         checks.append((int(run.heads) > 0) == (t1 < int(scores.epoch[-1])))
         if not checks[-1]:
             print(
-                f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have become"
+                f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have "
+                "become"
             )
     print(
-        f"check: {sum(checks)} of {len(checks)} hold: runs that learned, and became T-CNNs where they should"
+        f"check: {sum(checks)} of {len(checks)} hold: runs that learned, and became T-CNNs where "
+        "they should"
     )
     return all(checks)
 

@@ -1,7 +1,9 @@
-"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning.
+"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their
+fine-tuning.
 
-Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first used, so that the
-command line answers before torch is imported, and a part that needs no timm works without it.
+Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first
+used, so that the command line answers before torch is imported, and a part that needs no timm works
+without it.
 """
 
 import re
@@ -11,11 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The package needs nothing but torch and timm, not even lazy_loader, by which tcnn_probe does the same.
+# The package needs nothing but torch and timm, not even lazy_loader, by which tcnn_probe does the
+# same.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULES = {
-    name: module for module, name in re.findall(r"from (\S+) import (\w+)", _STUB)
-}
+_MODULES = {name: module for module, name in re.findall(r"from (\S+) import (\w+)", _STUB)}
 
 __all__ = sorted(_MODULES)
 
@@ -49,7 +50,7 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-# ``import tcnn_model.models`` registers the models of the papers with timm. Whoever has imported timm before gets them
-# without it.
+# ``import tcnn_model.models`` registers the models of the papers with timm. Whoever has imported
+# timm before gets them without it.
 if sys.modules.get("timm") is not None:
     from tcnn_model import models as _models  # noqa: F401

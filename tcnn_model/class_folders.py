@@ -15,14 +15,15 @@ __all__ = ["ClassFolders", "describe", "listing", "reason_unused", "shortened"]
 
 
 class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no types
-    """Pictures in a folder for each class, which is their label however deep they are in it, as in torchvision.
+    """Pictures in a folder for each class, which is their label however deep they are in it, as in
+    torchvision.
 
     All files that Pillow reads are used. Hidden files and folders are not.
 
     Args:
         folder: Folder that has a folder for each class.
-        classes: Names of the classes by label, some of which may have no pictures; None for the folders' names, sorted
-            as text (0, 1, 10, 2), as torchvision does.
+        classes: Names of the classes by label, some of which may have no pictures; None for the
+            folders' names, sorted as text (0, 1, 10, 2), as torchvision does.
 
     Attributes:
         classes: Names of the classes by label.
@@ -30,13 +31,11 @@ class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no typ
         unused: Numbers of files that are not used, by ending, and of "hidden" files and folders.
 
     Raises:
-        ValueError: There are fewer than two classes or a class has no pictures, if ``classes`` is None; or there are
-            folders of other classes; or no pictures at all.
+        ValueError: There are fewer than two classes or a class has no pictures, if ``classes`` is
+            None; or there are folders of other classes; or no pictures at all.
     """
 
-    def __init__(
-        self, folder: str | Path, classes: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, classes: Sequence[str] | None = None) -> None:
         self.unused: Counter[str] = Counter()
         self._known = classes
         root = Path(folder).expanduser()
@@ -65,18 +64,22 @@ class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no typ
                 self.unused[reason_unused([entry.name]) or "without a class"] += 1
         if self._known is None and len(names) < 2:
             raise ValueError(
-                f"expected a folder for each class, two or more, in {directory}, found {listing(directory)}"
+                f"expected a folder for each class, two or more, in {directory}, found "
+                f"{listing(directory)}"
             )
         labels = {name: label for label, name in enumerate(self._known or names)}
         # Pictures of a class that was not trained would always be classified wrongly.
         if unknown := [name for name in names if name not in labels]:
             raise ValueError(
-                f"{directory} has folders of other classes than {shortened([*labels])}: {shortened(unknown)}"
+                f"{directory} has folders of other classes than {shortened([*labels])}: "
+                f"{shortened(unknown)}"
             )
         return names, labels
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return a picture, RGB, and its label; any exception means that the picture cannot be read."""
+        """Return a picture, RGB, and its label; any exception means that the picture cannot be
+        read.
+        """
         path, label = self.samples[index]
         return read_picture(path), label
 
@@ -92,7 +95,8 @@ class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no typ
 
 
 def reason_unused(parts: Sequence[str]) -> str | None:
-    """Return why a file is not used as a picture: it is "hidden", or has this ending; None if it is used.
+    """Return why a file is not used as a picture: it is "hidden", or has this ending; None if it is
+    used.
 
     Args:
         parts: Names of the folders that lead to the file, and of the file.
@@ -123,7 +127,6 @@ def shortened(names: Sequence[str]) -> str:
 def listing(folder: str | Path) -> str:
     """List the first files of a folder for a message."""
     names = sorted(
-        f"{path.name}/" if path.is_dir() else path.name
-        for path in Path(folder).iterdir()
+        f"{path.name}/" if path.is_dir() else path.name for path in Path(folder).iterdir()
     )
     return shortened(names) or "nothing"

@@ -11,27 +11,28 @@ __all__ = ["check_targets", "class_scores", "scores_of"]
 def scores_of(output: Any) -> Any:
     """Return the class scores in a model's output.
 
-    They are the ``logits`` of transformers' ImageClassifierOutput, the ``logits_per_image`` of CLIP and similar models,
-    which describe classes by texts, or the output itself.
+    They are the ``logits`` of transformers' ImageClassifierOutput, the ``logits_per_image`` of CLIP
+    and similar models, which describe classes by texts, or the output itself.
     """
     output = getattr(output, "logits_per_image", output)
     return getattr(output, "logits", output)
 
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the class scores of images, shape (B, K); raise TypeError if the model returns anything else."""
+    """Return the class scores of images, shape (B, K); raise TypeError if the model returns
+    anything else.
+    """
     output = model(images)
     scores = scores_of(output)
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = (
-            f"shape {tuple(scores.shape)}"
-            if isinstance(scores, Tensor)
-            else type(scores).__name__
+            f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         )
         path = ("" if scores is output else ".logits") + _path_to_scores(scores)
         raise TypeError(
-            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}; pass "
-            f"Scores(model) instead, a wrapper that chooses the scores:\n{_WRAPPER}{path}"
+            f"expected the model to give a score for each class, shape ({len(images)}, K), got "
+            f"{got}; pass Scores(model) instead, a wrapper that chooses the "
+            f"scores:\n{_WRAPPER}{path}"
         )
     return scores
 
@@ -75,9 +76,7 @@ def _path_to_scores(output: Any) -> str:
         attributes = getattr(output, "__dict__", {})
         members = {f".{name}": value for name, value in attributes.items()}
     ranks = {
-        code: abs(value.ndim - 2)
-        for code, value in members.items()
-        if isinstance(value, Tensor)
+        code: abs(value.ndim - 2) for code, value in members.items() if isinstance(value, Tensor)
     }
     containers = (Mapping, list, tuple)
     # Without a tensor, the scores may be in the first collection.

@@ -21,9 +21,7 @@ def picture_endings() -> frozenset[str]:
     for ending, kind in Image.registered_extensions().items():
         opener = Image.OPEN.get(kind, (None,))[0]
         # Of some files, such as .h5, Pillow only knows the kind, and needs a plugin for the pixels.
-        is_stub = isinstance(opener, type) and issubclass(
-            opener, ImageFile.StubImageFile
-        )
+        is_stub = isinstance(opener, type) and issubclass(opener, ImageFile.StubImageFile)
         if opener is not None and not is_stub and kind != "MPEG":
             endings.add(ending)
     return frozenset(endings)
@@ -39,7 +37,8 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
     # Opening a named pipe would block until another process writes to it.
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(f"{path} is not a regular file")
-    # Pillow maps a file that is opened by name into memory, with height for width if a TIFF lies on its side.
+    # Pillow maps a file that is opened by name into memory, with height for width if a TIFF lies on
+    # its side.
     with Path(path).open("rb") as file, Image.open(file) as picture:
         try:
             return as_rgb(picture)
@@ -50,8 +49,8 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
 def as_rgb(picture: Image.Image) -> Image.Image:
     """Return a picture as RGB, turned as its EXIF data say, as viewers of photographs do.
 
-    Grey pictures of 16 bits, and of floating-point values in [0, 1], are scaled to eight bits; Pillow's own conversion
-    would clip them to white or black.
+    Grey pictures of 16 bits, and of floating-point values in [0, 1], are scaled to eight bits;
+    Pillow's own conversion would clip them to white or black.
 
     Raises:
         ValueError: The range of the values is unknown.
@@ -83,12 +82,14 @@ def _eight_bits(picture: Image.Image) -> Image.Image:
         low, high = values.min(), values.max()
         if not (low >= 0 and high <= 1):  # also if one is NaN
             raise ValueError(
-                f"expected floating-point values in [0, 1], got {low:g} to {high:g}: which value is white is unknown"
+                f"expected floating-point values in [0, 1], got {low:g} to {high:g}: which value "
+                "is white is unknown"
             )
         return _grey(values)
     if mode == "I":
         raise ValueError(
-            "expected 8 or 16 bits a value, got integers of 32 bits: which value is white is unknown"
+            "expected 8 or 16 bits a value, got integers of 32 bits: which value is white is "
+            "unknown"
         )
     return picture.convert("RGB")
 

@@ -1,4 +1,6 @@
-"""Dtypes in which attention is computed: softmaxes in float32 at least, and autocast only where it is enabled."""
+"""Dtypes in which attention is computed: softmaxes in float32 at least, and autocast only where it
+is enabled.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -38,17 +40,16 @@ def widest(x: Tensor) -> Tensor:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product of ``x`` is computed, which autocast may lower."""
     device = x.device.type
-    # torch.is_autocast_enabled raises for "meta"; autocast lowers float32 only, so float64 stays as it is.
+    # torch.is_autocast_enabled raises for "meta"; autocast lowers float32 only, so float64 stays as
+    # it is.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
-    return (
-        torch.get_autocast_dtype(device)
-        if enabled and x.dtype == torch.float32
-        else x.dtype
-    )
+    return torch.get_autocast_dtype(device) if enabled and x.dtype == torch.float32 else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast on the device of ``x``, so that operations keep the dtypes of their inputs."""
+    """Disable autocast on the device of ``x``, so that operations keep the dtypes of their
+    inputs.
+    """
     device = x.device.type
     # torch.autocast does not know the device type "meta".
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

@@ -1,7 +1,7 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content.
 
-Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first used, so that reading a
-recording needs neither torch nor timm.
+Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first
+used, so that reading a recording needs neither torch nor timm.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; errors suggest the nearest name, or how to install a package that it needs.
+    """Import a public name; errors suggest the nearest name, or how to install a package that it
+    needs.
 
     Raises:
         AttributeError: There is no such name.

@@ -62,12 +62,11 @@ def create_parser() -> argparse.ArgumentParser:
     plot.add_argument("store", help=_RECORDING)
     plot.add_argument(
         "variable",
-        help="name of the variable, such as entropy; anatomy for the parts of each head, or offset_kernel",
+        help="name of the variable, such as entropy; anatomy for the parts of each head, or "
+        "offset_kernel",
     )
     _add_output(plot, "file of the figure, such as entropy.png")
-    plot.add_argument(
-        "--layers", default="*", metavar="GLOB", help="layers to draw (default: all)"
-    )
+    plot.add_argument("--layers", default="*", metavar="GLOB", help="layers to draw (default: all)")
 
     report = _add_command(
         commands,
@@ -76,19 +75,17 @@ def create_parser() -> argparse.ArgumentParser:
     )
     _add_report_options(report)
 
-    maps = _add_command(
-        commands, "maps", "draw the attention of a timm model's heads in a picture"
-    )
+    maps = _add_command(commands, "maps", "draw the attention of a timm model's heads in a picture")
     _add_map_options(maps)
 
-    _add_command(
-        commands, "info", "show versions, device and threads, for a report of a bug"
-    )
+    _add_command(commands, "info", "show versions, device and threads, for a report of a bug")
     return parser
 
 
 def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command with the same description in the list of commands and in the command's own help."""
+    """Add a command with the same description in the list of commands and in the command's own
+    help.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}."
     )
@@ -104,12 +101,14 @@ def _add_look_options(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="+",
         metavar="MODEL PHOTOGRAPHS",
-        help="a model, or up to four side by side: a name of timm or torchvision, a folder or name of Hugging Face, or "
-        "module:function, which is imported and called; then a folder of photographs, or files",
+        help="a model, or up to four side by side: a name of timm or torchvision, a folder or name "
+        "of Hugging Face, or module:function, which is imported and called; then a folder of "
+        "photographs, or files",
     )
     _add_output(
         parser,
-        "file of the page; the recording is beside it, with the ending .zarr, and what the page says, with .json",
+        "file of the page; the recording is beside it, with the ending .zarr, and what the page "
+        "says, with .json",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -121,13 +120,15 @@ def _add_look_options(parser: argparse.ArgumentParser) -> None:
         "--weights",
         action="append",
         metavar="FILE",
-        help="checkpoint of the model's weights; repeated, one for each model, or several of one model",
+        help="checkpoint of the model's weights; repeated, one for each model, or several of one "
+        "model",
     )
     source.add_argument("--random", action="store_true", help="use random weights")
     parser.add_argument(
         "--models",
         metavar="FILE",
-        help="file with a model on each line; the output is then a folder with a page for each and a table",
+        help="file with a model on each line; the output is then a folder with a page for each and "
+        "a table",
     )
     parser.add_argument(
         "--scheduler",
@@ -202,9 +203,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_map_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", help="timm's name of the model, such as deit_tiny_patch16_224"
-    )
+    parser.add_argument("model", help="timm's name of the model, such as deit_tiny_patch16_224")
     parser.add_argument("image", help="file of the picture")
     _add_output(
         parser,
@@ -215,11 +214,10 @@ def _add_map_options(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=int,
         metavar=("Y", "X"),
-        help="pixel of the image as the model takes it (default: the class token, or else the middle)",
+        help="pixel of the image as the model takes it (default: the class token, or else the "
+        "middle)",
     )
-    parser.add_argument(
-        "--layers", nargs="+", metavar="GLOB", help="layers to draw (default: all)"
-    )
+    parser.add_argument("--layers", nargs="+", metavar="GLOB", help="layers to draw (default: all)")
     parser.add_argument(
         "--heads",
         nargs="+",
@@ -233,9 +231,7 @@ def _add_map_options(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="scale of colours: of each map, or common to all (default: own)",
     )
-    parser.add_argument(
-        "--weights", metavar="FILE", help="checkpoint of the model's weights"
-    )
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint of the model's weights")
     parser.add_argument(
         "--random",
         action="store_true",

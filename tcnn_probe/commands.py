@@ -1,4 +1,6 @@
-"""What ``tcnn-probe`` does: with recordings, without torch; and with a model and pictures, with torch."""
+"""What ``tcnn-probe`` does: with recordings, without torch; and with a model and pictures, with
+torch.
+"""
 
 import argparse
 import json
@@ -25,20 +27,24 @@ _COLUMNS = (
     "positional_entropy", "attention_distance", "prefix_attention", "class_entropy",
 )  # fmt: skip
 
-# Packages whose versions matter most for errors: those that are measured, that compute and that store.
+# Packages whose versions matter most for errors: those that are measured, that compute and that
+# store.
 _PACKAGES = (
     "torch", "timm", "torchvision", "transformers", "lightning", "captum", "triton",
     "numpy", "xarray", "zarr",
     "matplotlib", "bokeh", "dask",
 )  # fmt: skip
-# Variables that OpenMP, MKL, oneDNN and torch read when they are loaded, and on which numbers and speed may depend.
+# Variables that OpenMP, MKL, oneDNN and torch read when they are loaded, and on which numbers and
+# speed may depend.
 _SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA",
 )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the requested command, print errors of its recordings and options, and return the exit code."""
+    """Run the requested command, print errors of its recordings and options, and return the exit
+    code.
+    """
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _run(options)
@@ -86,23 +92,29 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters of a terminal, which names of layers and attributes of a foreign file may contain."""
+    """Escape control characters of a terminal, which names of layers and attributes of a foreign
+    file may contain.
+    """
     return "".join(
-        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
-        for letter in text
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
     )
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning, escaped because matplotlib's warnings contain letters of names that it cannot draw."""
+    """Print a warning, escaped because matplotlib's warnings contain letters of names that it
+    cannot draw.
+    """
     print(_printable(f"tcnn-probe: {message}"), file=sys.stderr)
 
 
 def _info() -> Iterator[str]:
-    """Yield lines on the versions, the platform and the settings, without names of the host, the user or paths."""
+    """Yield lines on the versions, the platform and the settings, without names of the host, the
+    user or paths.
+    """
     yield f"tcnn-probe {tcnn_probe.__version__}"
     yield f"Python {platform.python_version()} ({platform.python_implementation()})"
-    # platform.platform() is avoided, because the release of a kernel may contain the name of a host.
+    # platform.platform() is avoided, because the release of a kernel may contain the name of a
+    # host.
     yield f"platform: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for package in _PACKAGES:
         yield f"{package} {_installed_version(package)}"
@@ -118,10 +130,7 @@ def _info() -> Iterator[str]:
     yield f"torch's threads: {torch.get_num_threads()}, between operators {between}"
     yield f"instruction set: {torch.backends.cpu.get_cpu_capability()}"
     yield f"CUDA of torch: {torch.version.cuda or 'none'}"
-    devices = [
-        torch.cuda.get_device_name(number)
-        for number in range(torch.cuda.device_count())
-    ]
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
     yield f"device: {', '.join(devices) or 'cpu'}"
@@ -147,19 +156,14 @@ def _describe(store: str) -> str:
         return f"{store}: no {along} marked"
     last = ds.isel({along: -1})
     lines = [
-        f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} {marks[0]} to {marks[-1]}"
+        f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} "
+        f"{marks[0]} to {marks[-1]}"
     ]
-    groups = [
-        path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars
-    ]
+    groups = [path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars]
     groups = [path for path in groups if path not in (".", "", "heads")]
     if groups:
         lines.append("also recorded: " + ", ".join(groups))
-    scalars = {
-        name: values.item()
-        for name, values in last.data_vars.items()
-        if not values.dims
-    }
+    scalars = {name: values.item() for name, values in last.data_vars.items() if not values.dims}
     lines += [
         f"at {along} {marks[-1]}:",
         *(f"  {name} {value:.6g}" for name, value in scalars.items()),
@@ -168,9 +172,7 @@ def _describe(store: str) -> str:
         lines += ["", _table(last).to_string(float_format="{:.4g}".format, na_rep="")]
         types = tcnn_probe.head_types(ds).isel({along: -1})
         counts = {
-            name: int((types == name).sum())
-            for name in sorted(set(types.values.ravel()))
-            if name
+            name: int((types == name).sum()) for name in sorted(set(types.values.ravel())) if name
         }
         source = f" (from {types.attrs['images']} images)" * ("images" in types.attrs)
         listed = [f"{count} {name}" for name, count in counts.items()]
@@ -178,10 +180,7 @@ def _describe(store: str) -> str:
             listed.append(f"{int(types.uncertain.sum())} of these uncertain")
         lines += ["", f"types of heads{source}: {', '.join(listed)}"]
     for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
-        lines += [
-            f"missing: {variable} of {layer}: {reason}"
-            for layer, reason in reasons.items()
-        ]
+        lines += [f"missing: {variable} of {layer}: {reason}" for layer, reason in reasons.items()]
     lines += [
         f"unsupported: {layer}: {reason}"
         for layer, reason in json.loads(ds.attrs.get("unsupported", "{}")).items()
@@ -199,9 +198,7 @@ def _compare(first: str, second: str) -> str:
     a, b = _open_numbers(first), _open_numbers(second)
     along = a.attrs["along"]
     if b.attrs["along"] != along:
-        raise ValueError(
-            f"{first} was marked by {along}, {second} by {b.attrs['along']}"
-        )
+        raise ValueError(f"{first} was marked by {along}, {second} by {b.attrs['along']}")
     common = set(a[along].values.tolist()) & set(b[along].values.tolist())
     if not common:
         raise ValueError(f"{first} and {second} have no {along} in common")
@@ -218,9 +215,7 @@ def _compare(first: str, second: str) -> str:
             unique = [layer for layer in present if layer not in compared]
             if unique:
                 lines.append(f"  only in {store}: {', '.join(unique)}")
-        difference = (
-            (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)
-        )
+        difference = (_table(b) - _table(a)).dropna(how="all", axis=0).dropna(how="all", axis=1)
         if difference.size:
             lines += [
                 "",
@@ -278,16 +273,12 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
     if variable == "offset_kernel" and "offset-kernel" in tree.children:
         kernels = tree["offset-kernel"].dataset.offset_kernel
     if kernels is None and variable not in (*ds.data_vars, "anatomy"):
-        raise ValueError(
-            f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}"
-        )
+        raise ValueError(f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}")
     values: Any = kernels
     if kernels is None:
         values = ds if variable == "anatomy" else ds[variable]
     if "layer" in values.dims:
-        names = [
-            name for name in values.layer.values.tolist() if fnmatchcase(name, layers)
-        ]
+        names = [name for name in values.layer.values.tolist() if fnmatchcase(name, layers)]
         if not names:
             raise ValueError(
                 f"no layer of {store} matches {layers!r}; it has {', '.join(values.layer.values)}"
@@ -302,9 +293,7 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
         # A training of one mark has no curves.
         axes = tcnn_probe.plot.depth(values)
     else:
-        axes = tcnn_probe.plot.evolution(
-            values, plt.figure(layout="constrained").subplots()
-        )
+        axes = tcnn_probe.plot.evolution(values, plt.figure(layout="constrained").subplots())
     figure: Any = axes.figure
     figure.savefig(output)
     plt.close(figure)

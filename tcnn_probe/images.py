@@ -18,8 +18,8 @@ from tcnn_probe.models import unwrap
 __all__ = ["as_images", "beside_images", "calls_given"]
 
 _CONVENTION = (
-    "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
-    "file names, bytes"
+    "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL "
+    "images, file names, bytes"
 )
 # What processors of transformers call images and videos; the first that is there is meant.
 _PIXELS = ("pixel_values", "pixel_values_videos")
@@ -28,7 +28,9 @@ _LARGEST = 20
 
 
 def _is_picture(image: Any) -> bool:
-    """Return whether this is a picture: PIL, name or bytes of a file, or uint8 (H, W), (H, W, C) or (C, H, W)."""
+    """Return whether this is a picture: PIL, name or bytes of a file, or uint8 (H, W), (H, W, C) or
+    (C, H, W).
+    """
     if isinstance(image, (str, bytes, os.PathLike, Image.Image)):
         return True
     return (
@@ -47,21 +49,16 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
         images = (
-            list(images)
-            if images.ndim == 4 and images.dtype in (np.uint8, torch.uint8)
-            else []
+            list(images) if images.ndim == 4 and images.dtype in (np.uint8, torch.uint8) else []
         )
-    if (
-        not isinstance(images, Sequence)
-        or not images
-        or not all(map(_is_picture, images))
-    ):
+    if not isinstance(images, Sequence) or not images or not all(map(_is_picture, images)):
         return None
     return [_as_pil(image) for image in images]
 
 
 def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
-    """Return images as a model takes them; pictures pass through timm's evaluation transform for it.
+    """Return images as a model takes them; pictures pass through timm's evaluation transform for
+    it.
 
     ::
 
@@ -70,20 +67,22 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
         tcnn_probe.plot.saliency_overlay(maps, images)
 
     Args:
-        images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
-            not copied; or one or several pictures: PIL images, names or contents of files, uint8 of shape (H, W),
-            (H, W, C) or (C, H, W); or the output of a processor of transformers.
+        images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model
+            takes it, which is not copied; or one or several pictures: PIL images, names or contents
+            of files, uint8 of shape (H, W), (H, W, C) or (C, H, W); or the output of a processor of
+            transformers.
         model: Model that takes the images; pictures need a model of timm.
         videos: Whether to accept videos, which have five axes, too.
 
     Returns:
-        Images, shape (B, C, H, W), floating point. Pictures are turned as their EXIF data say, and scaled by their
-        depth.
+        Images, shape (B, C, H, W), floating point. Pictures are turned as their EXIF data say, and
+        scaled by their depth.
 
     Raises:
-        TypeError: ``images`` are not images, or are pictures for a model without a transform of timm.
-        ValueError: The shape is wrong; values are not finite or as large as bytes; or it is unknown which value of a
-            picture is white.
+        TypeError: ``images`` are not images, or are pictures for a model without a transform of
+            timm.
+        ValueError: The shape is wrong; values are not finite or as large as bytes; or it is unknown
+            which value of a picture is white.
         OSError: A file does not exist or is not a picture.
     """
     pictures = as_pictures(images)
@@ -102,7 +101,8 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
 
 
 def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
-    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only if necessary.
+    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only
+    if necessary.
 
     Raise TypeError or ValueError, with ``expected`` in the message, if they are not images.
     """
@@ -110,13 +110,15 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
         inputs, images = images, images.get(_pixels_name(images))
         if images is None:
             raise TypeError(
-                f"expected images, {expected}; got a mapping of {', '.join(inputs)} without pixel_values"
+                f"expected images, {expected}; got a mapping of {', '.join(inputs)} without "
+                "pixel_values"
             )
         if getattr(images, "ndim", 4) < 4:
             raise ValueError(
-                f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, patches of images of "
-                "several sizes, as processors of Siglip2 and Qwen cut them: there are no maps of these; call the model "
-                "yourself under tcnn_probe.record for the numbers of its heads"
+                f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, "
+                "patches of images of several sizes, as processors of Siglip2 and Qwen cut them: "
+                "there are no maps of these; call the model yourself under tcnn_probe.record for "
+                "the numbers of its heads"
             )
     if (
         isinstance(images, Sequence)
@@ -130,27 +132,25 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
             )
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
-        # The array is copied because torch.from_numpy does not accept read-only arrays or negative strides.
+        # The array is copied because torch.from_numpy does not accept read-only arrays or negative
+        # strides.
         try:
             array = np.array(images)
         except ValueError as error:
             kinds = ", ".join(dict.fromkeys(type(image).__name__ for image in images))
-            raise ValueError(
-                f"expected images, {expected}; got {kinds} in one list"
-            ) from error
+            raise ValueError(f"expected images, {expected}; got {kinds} in one list") from error
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
     images = images[None] if images.ndim == 3 else images
     if images.ndim == 5 and not videos:
         raise ValueError(
-            f"expected images, {expected}; got videos, volumes or tiles, shape {tuple(images.shape)}: "
-            "there are no maps of these; call the model yourself under tcnn_probe.record for the numbers of its heads"
+            f"expected images, {expected}; got videos, volumes or tiles, shape "
+            f"{tuple(images.shape)}: there are no maps of these; call the model yourself under "
+            "tcnn_probe.record for the numbers of its heads"
         )
     if images.ndim not in (4, 5) or images.numel() == 0:
-        raise ValueError(
-            f"expected images, {expected}; got shape {tuple(images.shape)}"
-        )
+        raise ValueError(f"expected images, {expected}; got shape {tuple(images.shape)}")
     if images.shape[-1] in (1, 3, 4) and images.shape[1] > 4 and images.shape[2] > 4:
         raise ValueError(
             f"expected images, {expected}; got channels last, shape {tuple(images.shape)}"
@@ -172,7 +172,9 @@ def channel_axis(images: Tensor) -> int:
 
 
 def input_tensors(inputs: Any, depth: int = 4) -> list[Tensor]:
-    """Return the tensors in the inputs of a model, also in lists, mappings and objects such as dataclasses."""
+    """Return the tensors in the inputs of a model, also in lists, mappings and objects such as
+    dataclasses.
+    """
     if isinstance(inputs, Tensor):
         return [inputs]
     if isinstance(inputs, Mapping):
@@ -190,20 +192,22 @@ def input_tensors(inputs: Any, depth: int = 4) -> list[Tensor]:
 
 
 def batch_of(inputs: Sequence[Any]) -> Tensor | list[Tensor] | None:
-    """Return the images of a batch, (B, ...), or as a list of (C, H, W); None if no input is a batch of images."""
+    """Return the images of a batch, (B, ...), or as a list of (C, H, W); None if no input is a
+    batch of images.
+    """
     # Images have more than two axes, unlike the masks and labels that come with them.
     tensors = [x for x in input_tensors(inputs) if x.ndim > 2]
     listed = [x for x in tensors if x.ndim == 3 and x.shape[0] in (1, 3, 4)]
-    is_list = bool(listed) and not any(
-        isinstance(x, Tensor) and x.ndim > 2 for x in inputs
-    )
+    is_list = bool(listed) and not any(isinstance(x, Tensor) and x.ndim > 2 for x in inputs)
     if is_list and len(listed) == len(tensors):
         return listed
     return next(iter(tensors), None)
 
 
 def beside_images(images: Any) -> dict[str, Any]:
-    """Return the entries of a processor's output other than its images: texts of CLIP, masks, the ids of a prompt."""
+    """Return the entries of a processor's output other than its images: texts of CLIP, masks, the
+    ids of a prompt.
+    """
     if not isinstance(images, Mapping):
         return {}
     # With labels, which a data set of transformers adds, the model would also compute a loss.
@@ -225,7 +229,8 @@ def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     def add(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        # All inputs are passed by name, because the first argument of models of images and text is the text's ids.
+        # All inputs are passed by name, because the first argument of models of images and text is
+        # the text's ids.
         images = args[0] if args else kwargs["pixel_values"]
         placed = {
             name: value.to(images.device) if isinstance(value, Tensor) else value
@@ -252,7 +257,8 @@ def _as_pil(image: Any) -> Image.Image:
         array = array.transpose(1, 2, 0)  # (C, H, W)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
         raise ValueError(
-            f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}"
+            "expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got "
+            f"{image.shape}"
         )
     # PIL takes grey images without a channel axis.
     if array.ndim == 3 and array.shape[-1] == 1:
@@ -271,7 +277,9 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def preparation(model: nn.Module) -> dict[str, Any]:
-    """Return the options of timm's evaluation transform for a model; raise TypeError if it is not a model of timm."""
+    """Return the options of timm's evaluation transform for a model; raise TypeError if it is not a
+    model of timm.
+    """
     model = unwrap(model)
     config = _config(model)
     if not config:
@@ -279,8 +287,9 @@ def preparation(model: nn.Module) -> dict[str, Any]:
         if hasattr(model, "config"):
             hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt')"
         raise TypeError(
-            f"how to prepare pictures for a {type(model).__name__} is unknown, as it is not a timm model: give a "
-            f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"
+            f"how to prepare pictures for a {type(model).__name__} is unknown, as it is not a timm "
+            "model: give a floating-point tensor (B, C, H, W), normalised as the model takes "
+            f"it{hint}"
         )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     # create_model(..., img_size=...) does not change the size in pretrained_cfg.
@@ -289,19 +298,22 @@ def preparation(model: nn.Module) -> dict[str, Any]:
     channels = _channels(model)
     if channels not in (1, 3):
         raise TypeError(
-            f"expected images of {channels} channels, as this model takes, and pictures have 3: give a floating-point "
-            "tensor (B, C, H, W), normalised as the model takes it"
+            f"expected images of {channels} channels, as this model takes, and pictures have 3: "
+            "give a floating-point tensor (B, C, H, W), normalised as the model takes it"
         )
     if channels == 1:
         config["input_size"] = (1, *config["input_size"][1:])
-        # timm does not change these, either, with in_chans=1; the weights of its colours are added up.
+        # timm does not change these, either, with in_chans=1; the weights of its colours are added
+        # up.
         for name in ("mean", "std"):
             config[name] = (sum(config[name]) / len(config[name]),)
     return config
 
 
 def _channels(model: nn.Module) -> int:
-    """Return the number of channels that a model of timm takes: that of its first convolution, or else 3."""
+    """Return the number of channels that a model of timm takes: that of its first convolution, or
+    else 3.
+    """
     first = getattr(model, "pretrained_cfg", {}).get("first_conv")
     name = first if isinstance(first, str) or not first else first[0]
     layer = dict(model.named_modules()).get(name) if name else None
@@ -309,7 +321,9 @@ def _channels(model: nn.Module) -> int:
 
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
-    """Return pictures as a model takes them, (B, C, H, W), with the options of :func:`preparation`."""
+    """Return pictures as a model takes them, (B, C, H, W), with the options of
+    :func:`preparation`.
+    """
     from timm.data import create_transform
 
     transform = create_transform(**config, is_training=False)
@@ -325,8 +339,8 @@ def prepare_pixels(
 
     Args:
         pictures: Pictures, RGB.
-        models: Models, whose transforms of timm have to agree; or the options of one transform. For models that timm
-            does not know, the pictures keep their size.
+        models: Models, whose transforms of timm have to agree; or the options of one transform. For
+            models that timm does not know, the pictures keep their size.
 
     Raises:
         ValueError: The transforms differ, or pictures that keep their size have several sizes.
@@ -342,15 +356,16 @@ def prepare_pixels(
     ]
     if any(config != plain[0] for config in plain):
         raise ValueError(
-            "the models cut pictures in different ways (size, crop or interpolation): give images as a tensor "
-            "(B, C, H, W) in [0, 1]"
+            "the models cut pictures in different ways (size, crop or interpolation): give images "
+            "as a tensor (B, C, H, W) in [0, 1]"
         )
     if plain:
         return prepare(pictures, plain[0])
     sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:
         raise ValueError(
-            f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them"
+            f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop "
+            "them"
         )
     arrays = [np.asarray(picture, np.float32) / 255 for picture in pictures]
     return torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2))

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["log_to_tensorboard", "log_to_wandb", "scalars"]
 
-# Maps that are drawn in pictures. If there is a class token, its map is the most useful; the map of the central query
-# shows little of an image.
+# Maps that are drawn in pictures. If there is a class token, its map is the most useful; the map of
+# the central query shows little of an image.
 _MAPS = ("class_attention", "attention_received")
 _HEADS_BESIDE = 12  # number of heads in a row of a picture
 
 
 def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
-    """Return the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers that are NaN.
+    """Return the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers
+    that are NaN.
 
     ::
 
@@ -32,8 +33,8 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
 
     Args:
         ds: A recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
-        heads: Whether to return a number for each head, ``"entropy/blocks.3.attn/0"``, instead of the mean over a
-            layer's heads.
+        heads: Whether to return a number for each head, ``"entropy/blocks.3.attn/0"``, instead of
+            the mean over a layer's heads.
 
     Returns:
         Numbers by variable, layer and head; scalars that were passed to ``mark`` by their name.
@@ -43,9 +44,7 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
     """
     along = ds.attrs.get("along")
     if along not in ds.dims:
-        raise ValueError(
-            "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
-        )
+        raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
     flat: dict[str, float] = {}
     for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:
@@ -63,7 +62,8 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
 def log_to_tensorboard(
     writer: Any, recorder: "Recorder", images: Any = None, *, heads: bool = False
 ) -> None:
-    """Write the last mark into TensorBoard: numbers of layers, the number of alarms and their text, and maps.
+    """Write the last mark into TensorBoard: numbers of layers, the number of alarms and their text,
+    and maps.
 
     ::
 
@@ -72,10 +72,11 @@ def log_to_tensorboard(
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``; the mark is its step.
-        recorder: The recorder, after a mark. Numbers that were passed to ``mark`` are left out, because the training
-            loop logs them itself.
-        images: Images whose maps are recorded (``record(images=)``), in the same order, shape (B, C, H, W), on which
-            these maps are drawn; None for no pictures. Maps of windows are left out.
+        recorder: The recorder, after a mark. Numbers that were passed to ``mark`` are left out,
+            because the training loop logs them itself.
+        images: Images whose maps are recorded (``record(images=)``), in the same order, shape (B,
+            C, H, W), on which these maps are drawn; None for no pictures. Maps of windows are left
+            out.
         heads: Whether to write a number for each head, instead of the mean over a layer's heads.
 
     Raises:
@@ -96,7 +97,8 @@ def log_to_tensorboard(
 def log_to_wandb(
     run: Any, recorder: "Recorder", images: Any = None, *, heads: bool = False
 ) -> None:
-    """Log the last mark to Weights & Biases: numbers of layers, alarms and maps; new alarms also as wandb's alerts.
+    """Log the last mark to Weights & Biases: numbers of layers, alarms and maps; new alarms also as
+    wandb's alerts.
 
     ::
 
@@ -105,7 +107,8 @@ def log_to_wandb(
         recorder.mark(epoch=epoch)
         tcnn_probe.log_to_wandb(run, recorder, images[:4])
 
-    The x axis of these charts is the mark, under the name ``recording/epoch``, and does not depend on the run's steps.
+    The x axis of these charts is the mark, under the name ``recording/epoch``, and does not depend
+    on the run's steps.
 
     Args:
         run: A run of wandb.
@@ -169,7 +172,8 @@ def _pictures(recorder: "Recorder", images: Any) -> Iterator[tuple[str, "Figure"
             maps = maps.dropna("layer", how="all").load()
             if maps.sizes["image"] > len(images):
                 raise ValueError(
-                    f"expected the {maps.sizes['image']} images whose maps are recorded, got {len(images)}"
+                    f"expected the {maps.sizes['image']} images whose maps are recorded, got "
+                    f"{len(images)}"
                 )
             heads, layers = maps.sizes["head"], maps.sizes["layer"]
             rows = layers * -(-heads // _HEADS_BESIDE)

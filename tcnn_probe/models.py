@@ -39,18 +39,22 @@ __all__ = [
     "whole_number",
 ]
 
-# Names of the classifier in timm, DINO, torchvision and transformers; for features, an identity is put there.
+# Names of the classifier in timm, DINO, torchvision and transformers; for features, an identity is
+# put there.
 _HEADS = ("head", "heads", "fc", "classifier")
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-# Packages whose wrappers have the model as their only part, "module": DistributedDataParallel and AveragedModel of
-# torch, ModelEmaV3 of timm.
+# Packages whose wrappers have the model as their only part, "module": DistributedDataParallel and
+# AveragedModel of torch, ModelEmaV3 of timm.
 _PACKAGES = ("torch", "timm", "accelerate", "deepspeed")
-# Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and torch.compile.
+# Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and
+# torch.compile.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED_MODULE)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel, averages of weights, and peft's."""
+    """Return the model inside wrappers such as DistributedDataParallel, averages of weights, and
+    peft's.
+    """
     while True:
         inner: Any = getattr(model, "module", None)
         base: Any = getattr(model, "get_base_model", None)
@@ -69,7 +73,9 @@ def _is_of(module: nn.Module, *packages: str) -> bool:
 
 
 def missing_head(model: nn.Module) -> str:
-    """Return how it is known that the model has no classifier and returns features; "" if it is not."""
+    """Return how it is known that the model has no classifier and returns features; "" if it is
+    not.
+    """
     network = unwrap(model)
     while True:
         if getattr(network, "num_classes", None) == 0:
@@ -85,9 +91,11 @@ def missing_head(model: nn.Module) -> str:
 
 
 def split_weights(module: nn.Module) -> Iterator[Any]:
-    """Yield the parameters of which this rank has some rows, as of layers that tensor parallelism splits by column.
+    """Yield the parameters of which this rank has some rows, as of layers that tensor parallelism
+    splits by column.
 
-    Parameters that fully_shard has split are whole in the forward of their module, and are left out.
+    Parameters that fully_shard has split are whole in the forward of their module, and are left
+    out.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -114,15 +122,16 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
         kept = [
             part
             for place, part in enumerate(parts)
-            if part not in _WRAPPERS
-            and not _is_wrapped(modules[".".join(parts[:place])], part)
+            if part not in _WRAPPERS and not _is_wrapped(modules[".".join(parts[:place])], part)
         ]
         names[module] = ".".join(kept)
     return names | {module: "" for module in model.modules() if module not in names}
 
 
 def _is_wrapped(module: nn.Module, part: str) -> bool:
-    """Return whether a part of a module is what the module wraps, which may itself be a part of the model."""
+    """Return whether a part of a module is what the module wraps, which may itself be a part of the
+    model.
+    """
     # peft keeps the model as "base_model.model", and a layer that it adapts as "base_layer".
     if _is_of(module, "peft"):
         return part in ("base_model", "model", "base_layer")
@@ -130,7 +139,9 @@ def _is_wrapped(module: nn.Module, part: str) -> bool:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a layer's name, or a glob, without the parts that wrappers add, as in "module.blocks.0"."""
+    """Return a layer's name, or a glob, without the parts that wrappers add, as in
+    "module.blocks.0".
+    """
     modules = dict(model.named_modules())
     if name in modules:
         return layer_names(model)[modules[name]]
@@ -145,16 +156,13 @@ def plain_filter(model: nn.Module, layers: LayerFilter) -> LayerFilter:
         return plain_name(model, layers)
     if callable(layers) or not isinstance(layers, Collection):
         return layers
-    return [
-        plain_name(model, layer) if isinstance(layer, str) else layer
-        for layer in layers
-    ]
+    return [plain_name(model, layer) if isinstance(layer, str) else layer for layer in layers]
 
 
-def wanted_layers(
-    model: nn.Module, layers: LayerFilter | None
-) -> frozenset[str] | None:
-    """Return the names that ``layers`` selects, None for all; raise ValueError for a layer that the model lacks."""
+def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
+    """Return the names that ``layers`` selects, None for all; raise ValueError for a layer that the
+    model lacks.
+    """
     if layers is None:
         return None
     by_name = {name: module for module, name in layer_names(model).items()}
@@ -167,21 +175,23 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            "the model is TorchScript, which runs outside of Python, where hooks see nothing: give the module that it "
-            "was made from"
+            "the model is TorchScript, which runs outside of Python, where hooks see nothing: give "
+            "the module that it was made from"
         )
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, uncompiled, outside of inference mode; restore every flag and gradient afterwards.
+    """Run a model in eval mode, uncompiled, outside of inference mode; restore every flag and
+    gradient afterwards.
 
-    Forwards inside are hidden from recorders that are attached to the model. Threads wait for each other. Raise
-    TypeError if the model is not a module.
+    Forwards inside are hidden from recorders that are attached to the model. Threads wait for each
+    other. Raise TypeError if the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    # Flags and gradients belong to the model, not to a thread, so two calls at once would restore each other's changes.
+    # Flags and gradients belong to the model, not to a thread, so two calls at once would restore
+    # each other's changes.
     with _LOCKS.setdefault(unwrap(model), RLock()):
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -197,7 +207,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
         try:
             for module, _ in modes:
-                # eval() is avoided, because modules of torch.export refuse it, and other modules merge weights in it.
+                # eval() is avoided, because modules of torch.export refuse it, and other modules
+                # merge weights in it.
                 module.training = False
             for parameter, _ in gradients:
                 # Backward passes inside would add to the user's gradients.
@@ -219,8 +230,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) -> int:
-    """Return the number as an int; raise TypeError if it is not an integer, ValueError if it is out of range."""
-    expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {noun}, got {number!r}"
+    """Return the number as an int; raise TypeError if it is not an integer, ValueError if it is out
+    of range.
+    """
+    expected = (
+        f"expected an integer from {low}{'' if high is None else f' to {high}'} for {noun}, "
+        f"got {number!r}"
+    )
     # True is an Integral in Python, but is never meant as 1 here.
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
@@ -231,20 +247,21 @@ def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) 
 
 
 def image_numbers(images: Any) -> tuple[int, ...]:
-    """Return indices of images in ascending order, given a number n for the first n, indices, or None for none."""
+    """Return indices of images in ascending order, given a number n for the first n, indices, or
+    None for none.
+    """
     if images is None:
         return ()
     if isinstance(images, str) or not isinstance(images, Collection):
-        images = range(
-            whole_number(images, "images, a number of them or a list of their numbers")
-        )
+        images = range(whole_number(images, "images, a number of them or a list of their numbers"))
     return tuple(sorted({whole_number(number, "each of images") for number in images}))
 
 
 def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
     """Copy indices of classes, of any shape, to an int64 tensor on the CPU.
 
-    Raise TypeError if they are not integers, ValueError if they are negative or not below ``classes``.
+    Raise TypeError if they are not integers, ValueError if they are negative or not below
+    ``classes``.
     """
     try:
         indices = torch.as_tensor(labels).detach().cpu()
@@ -252,14 +269,10 @@ def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
         raise TypeError(f"expected class indices for {noun}, got {labels!r}") from error
     if (
         # Probabilities or masks instead of indices would be truncated silently.
-        indices.is_floating_point()
-        or indices.is_complex()
-        or indices.dtype == torch.bool
+        indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
     ):
         raise TypeError(f"expected class indices for {noun}, got {indices.dtype}")
-    outside = indices[
-        (indices < 0) | (indices >= (torch.inf if classes is None else classes))
-    ]
+    outside = indices[(indices < 0) | (indices >= (torch.inf if classes is None else classes))]
     if outside.numel():
         span = "" if classes is None else f" to {classes - 1}"
         raise ValueError(f"expected {noun} from 0{span}, got {int(outside[0])}")
@@ -267,7 +280,9 @@ def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
 
 
 def floating_tensor(model: nn.Module) -> Tensor | None:
-    """Return a floating-point parameter or buffer, which gives the dtype and device of images; None without any."""
+    """Return a floating-point parameter or buffer, which gives the dtype and device of images; None
+    without any.
+    """
     return next(
         (
             tensor
@@ -278,18 +293,21 @@ def floating_tensor(model: nn.Module) -> Tensor | None:
     )
 
 
-def batches(
-    model: nn.Module, images: Tensor, batch_size: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its device."""
+def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its
+    device.
+    """
     for start in range(0, len(images), batch_size):
         rows = slice(start, min(start + batch_size, len(images)))
-        # Images are copied even if dtype and device agree, because methods such as PGD change their images.
+        # Images are copied even if dtype and device agree, because methods such as PGD change their
+        # images.
         yield rows, for_model(images[rows].detach().clone(), model)
 
 
 def for_model(images: Tensor, model: nn.Module) -> Tensor:
-    """Return images in the model's dtype and on its device; an offloaded model moves its images itself."""
+    """Return images in the model's dtype and on its device; an offloaded model moves its images
+    itself.
+    """
     like = floating_tensor(model)
     if like is None:
         return images
@@ -297,10 +315,10 @@ def for_model(images: Tensor, model: nn.Module) -> Tensor:
     return images.to(images.device if like.is_meta else like.device, like.dtype)
 
 
-def progress_bar(
-    total: int | None, title: str, progress: bool | None, unit: str = "image"
-) -> Any:
-    """Create a progress bar, shown at once (True), never (False), or on a screen after three seconds (None)."""
+def progress_bar(total: int | None, title: str, progress: bool | None, unit: str = "image") -> Any:
+    """Create a progress bar, shown at once (True), never (False), or on a screen after three
+    seconds (None).
+    """
     disable = None if progress is None else not progress  # None: unless on a terminal
     if progress is None and _in_notebook():
         disable = False

@@ -13,7 +13,9 @@ __all__ = ["provenance", "versions"]
 
 
 def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
-    """Return attributes with the time, the versions (also of further packages) and the class of the model."""
+    """Return attributes with the time, the versions (also of further packages) and the class of the
+    model.
+    """
     from tcnn_probe.models import unwrap
 
     inner = unwrap(model)
@@ -40,9 +42,7 @@ def versions(*packages: str) -> dict[str, str]:
 def _class(model: "nn.Module") -> type:
     """Return the user's own class of a model, from which torch's fully_shard creates a subclass."""
     return next(
-        cls
-        for cls in type(model).__mro__
-        if not cls.__module__.startswith("torch.distributed")
+        cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed")
     )
 
 

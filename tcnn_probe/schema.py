@@ -25,16 +25,18 @@ class Variable:
     """A recorded variable.
 
     Args:
-        dims: Names of its dimensions without that of the marks, which is "epoch" unless the user gives another name:
-            ("layer", "head") for a number for each head, () for a number for the whole model.
+        dims: Names of its dimensions without that of the marks, which is "epoch" unless the user
+            gives another name: ("layer", "head") for a number for each head, () for a number for
+            the whole model.
         units: "1", "nat", "pixel", "cell" (of the layer's token grid) or powers of these.
         long_name: Short label, for plots.
         description: Meaning, with its source.
-        dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
-        nan_reason: Reason why values may be NaN, such as "alpha is not positive", where that is no sign of an error; ""
-            if they are always defined.
-        over_images: Summary over the images of an epoch: the "mean", the "largest" value, or "shares": the mean divided
-            by its sum along the last dimension, NaN where this sum is 0.
+        dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where
+            there is no value.
+        nan_reason: Reason why values may be NaN, such as "alpha is not positive", where that is no
+            sign of an error; "" if they are always defined.
+        over_images: Summary over the images of an epoch: the "mean", the "largest" value, or
+            "shares": the mean divided by its sum along the last dimension, NaN where this sum is 0.
         is_coordinate: Whether it is a coordinate of datasets, which their arrays keep.
     """
 
@@ -64,16 +66,19 @@ class Variable:
 
 @dataclass(frozen=True)
 class Group:
-    """Variables that share their layers and sizes; the root group, "", holds the numbers of attention heads.
+    """Variables that share their layers and sizes; the root group, "", holds the numbers of
+    attention heads.
 
-    The layer table has the facts about each module in plain JSON, by its name, in the order of the dimension "layer".
+    The layer table has the facts about each module in plain JSON, by its name, in the order of the
+    dimension "layer".
     """
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
     # Length of each further dimension, such as {"head": 6}.
     sizes: Mapping[str, int] = field(default_factory=dict)
-    # Whether the variables are maps, which are much larger than numbers and have one shard for each mark.
+    # Whether the variables are maps, which are much larger than numbers and have one shard for each
+    # mark.
     maps: bool = False
     # Labels along some dimensions; others count from 0.
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -120,8 +125,8 @@ COORDINATES: dict[str, dict[str, str]] = {
     "layer": {"long_name": "layer", "description": "Name of the module in the model."},
     "head": {
         "long_name": "head",
-        "description": "Index of the head; for a reparameterized convolution its kernel tap, row-major. "
-        "NaN beyond a layer's own number of heads.",
+        "description": "Index of the head; for a reparameterized convolution its kernel tap, "
+        "row-major. NaN beyond a layer's own number of heads.",
     },
     "channel": {
         "long_name": "channel",
@@ -129,11 +134,13 @@ COORDINATES: dict[str, dict[str, str]] = {
     },
     "image": {
         "long_name": "image",
-        "description": "Number of the image among the measured images of the epoch, counted from 0.",
+        "description": "Number of the image among the measured images of the epoch, counted from "
+        "0.",
     },
     "class": {
         "long_name": "class",
-        "description": "Index of the class if classes= names classes; else its rank in the model's output, from 0.",
+        "description": "Index of the class if classes= names classes; else its rank in the model's "
+        "output, from 0.",
     },
     "window": {
         "long_name": "window",
@@ -141,19 +148,23 @@ COORDINATES: dict[str, dict[str, str]] = {
     },
     "entropy_bin": {
         "long_name": "bin of entropies",
-        "description": "Index k of the bin, from k / 20 to (k + 1) / 20 of the entropy of uniform attention.",
+        "description": "Index k of the bin, from k / 20 to (k + 1) / 20 of the entropy of uniform "
+        "attention.",
     },
     "token_kind": {
         "long_name": "kind of token",
-        "description": "Class (or distillation) token, register, patch at the border of the grid, inner patch, word.",
+        "description": "Class (or distillation) token, register, patch at the border of the grid, "
+        "inner patch, word.",
     },
     "query_segment": {
         "long_name": "segment of queries",
-        "description": "Class (or distillation) tokens, registers, patches, words, or others: latents, object queries.",
+        "description": "Class (or distillation) tokens, registers, patches, words, or others: "
+        "latents, object queries.",
     },
     "key_segment": {
         "long_name": "segment of keys",
-        "description": "Class (or distillation) tokens, registers, patches, words, or others: prompts, object queries.",
+        "description": "Class (or distillation) tokens, registers, patches, words, or others: "
+        "prompts, object queries.",
     },
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},

@@ -1,4 +1,6 @@
-"""Settings made before torch and Triton are imported, marks, and time saved on garbage collection and fsync."""
+"""Settings made before torch and Triton are imported, marks, and time saved on garbage collection
+and fsync.
+"""
 
 import gc
 import os
@@ -9,8 +11,9 @@ import pytest
 
 from tests.extras import ABSENT
 
-# pytest runs on all cores, so each of its processes needs one thread: the networks are tiny, and several threads would
-# change the order of sums. Threads that spin while they wait make torch ten times slower on a busy machine.
+# pytest runs on all cores, so each of its processes needs one thread: the networks are tiny, and
+# several threads would change the order of sums. Threads that spin while they wait make torch ten
+# times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -39,7 +42,8 @@ def mark_of(path: Path) -> str | None:
         return "study"
     if path.name in ("test_browser.py", "test_explorer.py"):
         return "browser"
-    # Files beside this one test what all packages share: imports and public names belong to the core.
+    # Files beside this one test what all packages share: imports and public names belong to the
+    # core.
     if path.parent == TESTS and path.name not in (
         "test_imports.py",
         "test_public_surface.py",
@@ -80,7 +84,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _disk_without_waiting() -> Iterator[None]:
-    """Replace fsync by a no-op: no test cuts the power, and the system keeps everything that a killed process wrote."""
+    """Replace fsync by a no-op: no test cuts the power, and the system keeps everything that a
+    killed process wrote.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield

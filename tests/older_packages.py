@@ -28,10 +28,13 @@ REASONS = {
     "test_windows_are_put_in_their_places[swinv2-shifted]": SQUARES,
     "test_grids_of_ordinary_models_are_confirmed[windows]": SQUARES,
     "test_pyramids.py::test_equals_brute_force[attention_pool2d]": SQUARES,
-    "test_pyramids.py::test_equals_brute_force[levit]": "LeViT's layers do not tell their grids, which is warned of",
+    "test_pyramids.py::test_equals_brute_force[levit]": "LeViT's layers do not tell their grids, "
+    "which is warned of",
     "test_its_own_attention_changes_nothing[levit-True]": "LeViT's layers do not tell their grids",
-    "test_windows.py::test_equals_brute_force[gcvit]": "GCViT's global queries depend on what else is in the batch",
-    "test_layouts_that_are_not_known_are_left_out_and_named[nest_tiny_jx]": "Nest cannot be built without memory",
+    "test_windows.py::test_equals_brute_force[gcvit]": "GCViT's global queries depend on what else "
+    "is in the batch",
+    "test_layouts_that_are_not_known_are_left_out_and_named[nest_tiny_jx]": "Nest cannot be built "
+    "without memory",
 }
 """Parts of the names of tests, and why they are skipped."""
 

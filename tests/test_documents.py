@@ -24,17 +24,15 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run examples in a temporary folder, with timm's ResNets and ViTs narrowed to few channels, at full depth."""
+    """Run examples in a temporary folder, with timm's ResNets and ViTs narrowed to few channels, at
+    full depth.
+    """
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     create = timm.create_model
 
     def narrow(name: str, **options: Any) -> nn.Module:
-        few = (
-            {"channels": (32, 32, 64, 64)}
-            if name.startswith("resnet")
-            else {"embed_dim": 48}
-        )
+        few = {"channels": (32, 32, 64, 64)} if name.startswith("resnet") else {"embed_dim": 48}
         # Other models, such as T-ResNets, are made of these or have no such options.
         narrowed = name.startswith(("resnet", "vit_", "deit"))
         return create(name, **(few if narrowed else {}) | options)
@@ -148,11 +146,7 @@ def test_each_function_has_an_example_that_runs_alone() -> None:
     names = listed_names(ROOT / "docs/site/api.md")
     functions = {name for name in names if inspect.isfunction(pydoc.locate(name))}
     examples_by_name = examples(ROOT, names)
-    alone = {
-        name
-        for name in functions & examples_by_name.keys()
-        if examples_by_name[name].alone
-    }
+    alone = {name for name in functions & examples_by_name.keys() if examples_by_name[name].alone}
     # These need another package, or images on disk, or are deprecated.
     assert functions - alone == {
         "tcnn_probe.heads.fit_mixture",
@@ -212,22 +206,19 @@ PAGES = sorted(
 
 
 def without_code(path: Path) -> str:
-    """Return a document without its blocks of code, in which ``#`` is a comment and ``](`` no link."""
+    """Return a document without its blocks of code, in which ``#`` is a comment and ``](`` no
+    link.
+    """
     return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
 
 
 def anchors(path: Path) -> set[str]:
     """Return the anchors that GitHub and MyST give to the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", without_code(path), flags=re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        for heading in headings
-    }
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     # Code between single backticks has no links either.
     text = re.sub("`[^`]*`", "", without_code(path))
@@ -246,9 +237,7 @@ def test_no_two_documents_use_one_store() -> None:
     names = [
         name
         for page in pages
-        for name in set(
-            re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page)))
-        )
+        for name in set(re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page))))
     ]
     # The expression must find some stores.
     assert len(names) > 5

@@ -1,4 +1,6 @@
-"""An editable install is a path, which type checkers follow, instead of a finder, which they do not follow."""
+"""An editable install is a path, which type checkers follow, instead of a finder, which they do not
+follow.
+"""
 
 import shutil
 import subprocess
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Only the files that the build reads are copied, as a build in the checkout would leave files behind.
+# Only the files that the build reads are copied, as a build in the checkout would leave files
+# behind.
 FILES = (
     "pyproject.toml",
     "README.md",

@@ -1,4 +1,6 @@
-"""Allowed imports between the parts, read from the sources, and imports without optional dependencies."""
+"""Allowed imports between the parts, read from the sources, and imports without optional
+dependencies.
+"""
 
 import ast
 import subprocess
@@ -13,7 +15,8 @@ import tcnn_probe
 
 ROOT = Path(__file__).parents[1]
 
-# The table lists the parts of tcnn_probe that each part may import, in an order of imported before importing parts.
+# The table lists the parts of tcnn_probe that each part may import, in an order of imported before
+# importing parts.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
     "free_memory": set(),
@@ -106,7 +109,9 @@ STUDIES = {
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Return the dotted names that a file imports: modules, and ``module.name`` for each name imported from one."""
+    """Return the dotted names that a file imports: modules, and ``module.name`` for each name
+    imported from one.
+    """
     return tuple(_names(path))
 
 
@@ -174,18 +179,14 @@ def test_parts_import_downwards() -> None:
         below.add(part)
 
 
-def test_forbidden_imports_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forbidden_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     package = tmp_path / "tcnn_probe"
     for part in PARTS:
         (package / part).mkdir(parents=True)
         (package / part / "__init__.py").write_text("")
     assert _strays(package) == []
-    (package / "storage" / "marks.py").write_text(
-        "from tcnn_probe.recording import recorder"
-    )
+    (package / "storage" / "marks.py").write_text("from tcnn_probe.recording import recorder")
     module = "tcnn_probe.recording"
     assert _strays(package) == [
         f"storage/marks.py: {name}" for name in (module, f"{module}.recorder")
@@ -224,14 +225,8 @@ def test_studies_use_the_public_surface_only() -> None:
         f"tcnn_model.training.{name}"
         for name in ("checkpoint", "command", "config", "grafit", "sources")
     }
-    names = [
-        (f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)
-    ]
-    ours = [
-        (file, name)
-        for file, name in names
-        if name.startswith(("tcnn_model.", "tcnn_probe."))
-    ]
+    names = [(f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)]
+    ours = [(file, name) for file, name in names if name.startswith(("tcnn_model.", "tcnn_probe."))]
     assert ours
     assert [
         entry
@@ -253,11 +248,11 @@ def test_a_misspelt_name_is_answered_with_a_suggestion() -> None:
 
 
 def test_folders_that_the_documents_name_need_no_import() -> None:
-    """What another of them imports comes before it, so that no import but its own could bring it."""
+    """What another of them imports comes before it, so that no import but its own could bring
+    it.
+    """
     folders = ("images", "heads", "probes", "attribution")
-    program = (
-        f"import tcnn_probe as p; print(*(getattr(p, n).__name__ for n in {folders}))"
-    )
+    program = f"import tcnn_probe as p; print(*(getattr(p, n).__name__ for n in {folders}))"
     printed = subprocess.check_output([sys.executable, "-c", program], text=True)
     assert printed.split() == [f"tcnn_probe.{folder}" for folder in folders]
 
@@ -271,14 +266,11 @@ def test_only_studies_and_their_tests_import_studies() -> None:
     files = [
         f
         for f in files
-        if f.relative_to(ROOT).parts[:2] != ("tests", "studies")
-        and f.parent != ROOT / "tests"
+        if f.relative_to(ROOT).parts[:2] != ("tests", "studies") and f.parent != ROOT / "tests"
     ]
     # This script makes a recording from a study's training.
     files.remove(ROOT / "docs" / "scripts" / "example.py")
-    assert [
-        f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)
-    ] == []
+    assert [f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)] == []
 
 
 @pytest.mark.parametrize(
@@ -328,10 +320,11 @@ for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
 
 
 def test_public_names_need_no_optional_dependency() -> None:
-    """``tcnn_model`` needs only torch and timm, and the probe's public names need no optional package.
+    """``tcnn_model`` needs only torch and timm, and the probe's public names need no optional
+    package.
 
-    None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
-    what torch asks about Triton.
+    None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to
+    find_spec, which is what torch asks about Triton.
     """
     done = subprocess.run(
         [sys.executable, "-c", NAMES],

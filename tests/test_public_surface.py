@@ -1,4 +1,5 @@
-"""The public names, their parameters and defaults equal public_surface.txt, so none changes by accident.
+"""The public names, their parameters and defaults equal public_surface.txt, so none changes by
+accident.
 
 ``python -m tests.test_public_surface`` rewrites the file after an intended change.
 """
@@ -15,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def _surface() -> str:
-    """Return a line for each public name: its module, its name, its parameters with their defaults."""
+    """Return a line for each public name: its module, its name, its parameters with their
+    defaults.
+    """
     lines = [line for module in _modules() for line in _describe_module(module)]
     return "\n".join(lines) + "\n"
 
@@ -35,8 +38,11 @@ def _describe_module(name: str) -> Iterator[str]:
 
 
 def _parameters(value: Any) -> str:
-    """Write parameters without annotations and defaults without addresses, which differ between processes."""
-    # Python's version decides if the constructor of an exception, which is Python's own, reveals its parameters.
+    """Write parameters without annotations and defaults without addresses, which differ between
+    processes.
+    """
+    # Python's version decides if the constructor of an exception, which is Python's own, reveals
+    # its parameters.
     is_error = isinstance(value, type) and issubclass(value, BaseException)
     if is_error or not callable(value):
         return ""
@@ -55,8 +61,8 @@ def test_public_surface_is_unchanged() -> None:
     removed = sorted(set(expected) - set(actual))
     added = sorted(set(actual) - set(expected))
     assert actual == expected, (
-        f"no longer there: {removed}; new: {added}. If this is meant, add it to CHANGELOG.md and run "
-        "python -m tests.test_public_surface"
+        f"no longer there: {removed}; new: {added}. If this is meant, add it to CHANGELOG.md and "
+        "run python -m tests.test_public_surface"
     )
 
 

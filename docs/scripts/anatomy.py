@@ -1,16 +1,18 @@
-r"""Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of one that learns.
+r"""Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of
+one that learns.
 
     python docs/scripts/anatomy.py imagenette2-160/val --weights FILE.safetensors \
         --run results/photographs
 
-This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a larger one that has
-it as ``backbone``; without it timm loads its own (``pretrained=True``). ``--run`` is the training that
-``heads_on_photographs.py`` describes, here with ``--epochs 8 --warmup-epochs 1``: half an hour, to an accuracy of 0.70.
-With ``--keep`` the recording of the pretrained model stays beside the figure, with the ending ``.zarr``.
+This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a
+larger one that has it as ``backbone``; without it timm loads its own (``pretrained=True``).
+``--run`` is the training that ``heads_on_photographs.py`` describes, here with ``--epochs 8
+--warmup-epochs 1``: half an hour, to an accuracy of 0.70. With ``--keep`` the recording of the
+pretrained model stays beside the figure, with the ending ``.zarr``.
 
-Left: the kernel of the convolution inside each head, a row for each layer. Above, the information in the attention of
-each of these heads, in parts that add up; below, the same of a small vision transformer by epoch, a panel for each of
-its four layers, from random weights.
+Left: the kernel of the convolution inside each head, a row for each layer. Above, the information
+in the attention of each of these heads, in parts that add up; below, the same of a small vision
+transformer by epoch, a panel for each of its four layers, from random weights.
 """
 
 import argparse
@@ -97,7 +99,9 @@ def record(model: nn.Module, paths: Sequence[Path], store: Path | None) -> xr.Da
 
 
 def draw(tree: xr.DataTree, run: Path | None) -> plt.Figure:
-    """Draw kernels and parts of the recorded heads, and the parts of a training's heads by epoch."""
+    """Draw kernels and parts of the recorded heads, and the parts of a training's heads by
+    epoch.
+    """
     heads = tree["heads"].dataset.isel(epoch=-1)
     kernels = tree["offset-kernel"].dataset.offset_kernel.isel(epoch=-1)
     figure = plt.figure(figsize=(12, 9.4), layout="constrained")
@@ -119,9 +123,7 @@ def draw(tree: xr.DataTree, run: Path | None) -> plt.Figure:
             tcnn_probe.plot.anatomy(layer, panel, legend=False)
             panel.set_ylim(0, 1.05 * highest)
             panel.label_outer()
-        title = (
-            "a small vision transformer that learns, mean over the heads of each layer"
-        )
+        title = "a small vision transformer that learns, mean over the heads of each layer"
         below.suptitle(title, fontsize="medium")
     return figure
 

@@ -77,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Write the table of layers that are known by their class."
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "architectures.md"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "architectures.md")
     parser.parse_args(arguments).out.write_text(page())
 
 

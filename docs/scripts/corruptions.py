@@ -1,6 +1,8 @@
-"""Draw every corruption at every severity as ``corruptions.png``, and print the table of ``corruptions.md``.
+"""Draw every corruption at every severity as ``corruptions.png``, and print the table of
+``corruptions.md``.
 
-python docs/scripts/corruptions.py                  # a few seconds; --size is the image's, --out names another file
+python docs/scripts/corruptions.py                  # a few seconds; --size is the image's, --out
+                                                    names another file
 python docs/scripts/corruptions.py --milliseconds   # print the time of each corruption instead
 """
 
@@ -25,12 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--size", type=int, default=80, help="pixels along each side of the image"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "corruptions.png"
-    )
+    parser.add_argument("--size", type=int, default=80, help="pixels along each side of the image")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "corruptions.png")
     parser.add_argument("--milliseconds", action="store_true")
     options = parser.parse_args(arguments)
     if options.milliseconds:
@@ -42,14 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def table() -> str:
     """Return a Markdown table of names and parameters."""
-    lines = [
-        "| group | corruption | what it does | parameters at severities 1 to 5 | random |"
-    ]
+    lines = ["| group | corruption | what it does | parameters at severities 1 to 5 | random |"]
     lines.append("|---|---|---|---|---|")
     for corruption in CORRUPTIONS.values():
         parameters = "; ".join(
-            f"{name} {_values(values)}"
-            for name, values in corruption.parameters.items()
+            f"{name} {_values(values)}" for name, values in corruption.parameters.items()
         )
         cells = (
             corruption.group,
@@ -58,17 +53,13 @@ def table() -> str:
             parameters,
             corruption.random,
         )
-        lines.append(
-            f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`")
-        )
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`"))
     return "\n".join(lines)
 
 
 def _values(values: tuple[float, ...]) -> str:
     return (
-        f"{values[0]:g}"
-        if len(set(values)) == 1
-        else ", ".join(f"{value:g}" for value in values)
+        f"{values[0]:g}" if len(set(values)) == 1 else ", ".join(f"{value:g}" for value in values)
     )
 
 
@@ -103,9 +94,7 @@ def draw(image: NDArray[Any]) -> Image.Image:
         )
         for row, severity in enumerate(SEVERITIES):
             below = height - TOP - row * step - size
-            figure.figimage(
-                corrupt(image, corruption.name, severity), left, below, origin="upper"
-            )
+            figure.figimage(corrupt(image, corruption.name, severity), left, below, origin="upper")
     for name, lefts in groups.items():
         middle = (lefts[0] + lefts[-1] + size) / 2 / width
         figure.text(
@@ -130,9 +119,7 @@ def draw(image: NDArray[Any]) -> Image.Image:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    return Image.fromarray(np.ascontiguousarray(pixels)).quantize(
-        160, dither=Image.Dither.NONE
-    )
+    return Image.fromarray(np.ascontiguousarray(pixels)).quantize(160, dither=Image.Dither.NONE)
 
 
 def print_milliseconds(image: NDArray[Any]) -> None:
@@ -142,9 +129,7 @@ def print_milliseconds(image: NDArray[Any]) -> None:
         start = time.perf_counter()
         for severity in SEVERITIES:
             corrupt(image, name, severity)
-        print(
-            f"{name:18} {(time.perf_counter() - start) / len(SEVERITIES) * 1e3:6.1f} ms"
-        )
+        print(f"{name:18} {(time.perf_counter() - start) / len(SEVERITIES) * 1e3:6.1f} ms")
 
 
 if __name__ == "__main__":

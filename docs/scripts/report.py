@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=DOCS / "report.png")
     out = parser.parse_args(arguments).out
-    # As in timm for this model, the smaller side is resized to 146 pixels, and the middle is cropped to 128 x 128.
+    # As in timm for this model, the smaller side is resized to 146 pixels, and the middle is
+    # cropped to 128 x 128.
     photograph = Image.fromarray(load_sample_image("china.jpg"))
     scale = 146 / min(photograph.size)
     width, height = (round(length * scale) for length in photograph.size)
@@ -59,7 +60,9 @@ def take_picture(
     choice: tuple[int, int] = CHOICE,
     size: tuple[int, int] = SIZE,
 ) -> None:
-    """Open a page in a headless browser, choose a head with the arrow keys, and save a screenshot."""
+    """Open a page in a headless browser, choose a head with the arrow keys, and save a
+    screenshot.
+    """
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):

@@ -1,12 +1,14 @@
-"""Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that timm registers.
+"""Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that
+timm registers.
 
     python docs/scripts/timm_models.py                 # all names, about ten minutes on one core
     python docs/scripts/timm_models.py --models cait_m36  # names with a word; --out names a file
 
-Weights are random and nothing is downloaded. Names are of one kind if timm builds them from the same class with the
-same switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs
-once, on one image of its own size, with at most two blocks in a row if timm can build such a model. ``--rows`` names a
-file to which each row is written when it is done, and from which an interrupted run resumes.
+Weights are random and nothing is downloaded. Names are of one kind if timm builds them from the
+same class with the same switches, and only numbers differ: widths, heads, blocks, sizes of images.
+The smallest model of each kind runs once, on one image of its own size, with at most two blocks in
+a row if timm can build such a model. ``--rows`` names a file to which each row is written when it
+is done, and from which an interrupted run resumes.
 """
 
 import argparse
@@ -91,12 +93,16 @@ class Differences(Verification):
 
 
 class ArgumentsError(Exception):
-    """Raised with the class of a model that timm would build, and the arguments of the class by name."""
+    """Raised with the class of a model that timm would build, and the arguments of the class by
+    name.
+    """
 
 
 @contextmanager
 def built_by(make: Callable[[Build], Build]) -> Iterator[None]:
-    """Build timm's models in the block by the function that ``make`` returns for timm's own function."""
+    """Build timm's models in the block by the function that ``make`` returns for timm's own
+    function.
+    """
     modules = [
         module
         for name, module in sys.modules.items()
@@ -118,9 +124,7 @@ def show_arguments(build: Build) -> Build:
     def raise_arguments(
         model_class: Any, variant: str, pretrained: bool = False, **arguments: Any
     ) -> nn.Module:
-        for name in [
-            name for name in arguments if "cfg" in name and "pretrained" in name
-        ]:
+        for name in [name for name in arguments if "cfg" in name and "pretrained" in name]:
             del arguments[name]
         raise ArgumentsError(model_class, arguments)
 
@@ -132,7 +136,8 @@ def build_shallow(build: Build) -> Build:
 
     def build_with_few_blocks(model_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
         parameters = inspect.signature(model_class).parameters
-        # SAM lists the blocks with global attention; there must be enough blocks to include the first of them.
+        # SAM lists the blocks with global attention; there must be enough blocks to include the
+        # first of them.
         blocks = max(BLOCKS, 1 + min(kwargs.get("global_attn_indexes") or [0]))
         few = {}
         for name in DEPTHS:
@@ -151,7 +156,8 @@ def build_shallow(build: Build) -> Build:
         try:
             return build(model_class, *args, **kwargs | few)
         except (AssertionError, IndexError):
-            # Some models need all their blocks: IFormer's come in threes, and NextViT's channels are listed by stage.
+            # Some models need all their blocks: IFormer's come in threes, and NextViT's channels
+            # are listed by stage.
             return build(model_class, *args, **kwargs)
 
     return build_with_few_blocks
@@ -165,7 +171,9 @@ def at_most(blocks: int, number: Any) -> Any:
 
 
 def switches(value: Any) -> Any:
-    """Return arguments with each number replaced by whether it is positive, so that kinds of models can be compared."""
+    """Return arguments with each number replaced by whether it is positive, so that kinds of models
+    can be compared.
+    """
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
@@ -224,7 +232,9 @@ def has_candidates(model: nn.Module) -> bool:
 
 
 def describe(name: str) -> Row | None:
-    """Return the row of a model after one forward pass; None if it has no module that could attend."""
+    """Return the row of a model after one forward pass; None if it has no module that could
+    attend.
+    """
     with built_by(build_shallow):
         with torch.device("meta"):
             shapes = timm.create_model(name)
@@ -251,16 +261,13 @@ def describe(name: str) -> Row | None:
     layers = list(stream.layers)
     counts = collections.Counter(reasons)
     texts = [
-        f"{reason} ({count} layers)" if count > 1 else reason
-        for reason, count in counts.items()
+        f"{reason} ({count} layers)" if count > 1 else reason for reason, count in counts.items()
     ]
     largest = max((differences.by_layer[layer] for layer in layers), default=None)
     return {
         "class": type(model).__name__,
         "image": f"{height} x {width}",
-        "layers": f"{len(layers)} ({sum(on_grid[layer] for layer in layers)})"
-        if layers
-        else "0",
+        "layers": f"{len(layers)} ({sum(on_grid[layer] for layer in layers)})" if layers else "0",
         "difference": "" if largest is None else f"{largest:.1e}",
         "not recorded": "; ".join(texts),
     }
@@ -302,18 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[""],
         help="use models whose names contain one of these words; default: all",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "timm_models.md"
-    )
-    parser.add_argument(
-        "--rows", type=Path, help="file of finished rows, to resume from"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "timm_models.md")
+    parser.add_argument("--rows", type=Path, help="file of finished rows, to resume from")
     options = parser.parse_args(arguments)
-    names = [
-        name
-        for name in timm.list_models()
-        if any(word in name for word in options.models)
-    ]
+    names = [name for name in timm.list_models() if any(word in name for word in options.models)]
     if not names:
         parser.error(f"expected words of names of timm's models, got {options.models}")
     warnings.simplefilter("ignore")  # models warn about their own arguments

@@ -1,11 +1,12 @@
-"""Draw docs/what_heads_see.png: where heads of a vision transformer look, and how far the image decides it by epoch.
+"""Draw docs/what_heads_see.png: where heads of a vision transformer look, and how far the image
+decides it by epoch.
 
     python docs/scripts/what_heads_see.py
 
-This takes ten seconds. All data are in the recording that ``tcnn_probe.load_example("vit")`` opens, of a vision
-transformer that learned scikit-learn's digits: the attention of the class token in three digits that it was not
-trained on, and the content information of its attention over all 360 validation digits, in all heads and at each
-recorded epoch.
+This takes ten seconds. All data are in the recording that ``tcnn_probe.load_example("vit")`` opens,
+of a vision transformer that learned scikit-learn's digits: the attention of the class token in
+three digits that it was not trained on, and the content information of its attention over all 360
+validation digits, in all heads and at each recorded epoch.
 """
 
 import argparse
@@ -50,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for column, (layer, head) in enumerate(heads, start=1):
         panels[0, column].set_title(f"{layer}\nhead {head}", color=COLORS[column - 1])
         for image, digit in enumerate(digits):
-            draw_attention(
-                panels[image, column], digit, maps.sel(layer=layer)[image, head]
-            )
+            draw_attention(panels[image, column], digit, maps.sel(layer=layer)[image, head])
     for panel in panels.flat:
         panel.set(xticks=[], yticks=[])
     draw_information(right.subplots(), example["heads"].dataset, heads)
@@ -66,10 +65,10 @@ def draw_attention(panel: Axes, digit: object, attention: xr.DataArray) -> None:
     panel.contour(digit, levels=[6], colors="white", linewidths=1.2)
 
 
-def draw_information(
-    axes: Axes, heads: xr.Dataset, chosen: list[tuple[str, int]]
-) -> None:
-    """Draw the class token's content information in all heads in grey, and in the chosen ones in colour."""
+def draw_information(axes: Axes, heads: xr.Dataset, chosen: list[tuple[str, int]]) -> None:
+    """Draw the class token's content information in all heads in grey, and in the chosen ones in
+    colour.
+    """
     information = heads.class_content_information
     for layer in heads.layer.values:
         axes.plot(heads.epoch, information.sel(layer=layer), color="0.85", lw=0.8)

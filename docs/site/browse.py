@@ -2,9 +2,10 @@
 
     python docs/site/browse.py build/site screenshots
 
-This takes a minute, and needs selenium and Chrome or Chromium with its driver (``apt install chromium
-chromium-driver``). Pages are opened as files. The check fails if a page, a title or a table of names is wider than the
-screen, an image is missing, a script reports an error, dark pages are light, or the search finds nothing.
+This takes a minute, and needs selenium and Chrome or Chromium with its driver (``apt install
+chromium chromium-driver``). Pages are opened as files. The check fails if a page, a title or a
+table of names is wider than the screen, an image is missing, a script reports an error, dark pages
+are light, or the search finds nothing.
 """
 
 import argparse
@@ -57,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             for page in PAGES:
                 address = (options.site / f"{page}.html").resolve().as_uri()
-                picture = (
-                    options.screenshots / f"{Path(page).name}-{screen}-{scheme}.png"
-                )
+                picture = options.screenshots / f"{Path(page).name}-{screen}-{scheme}.png"
                 place = f"{page}, {screen}, {scheme}"
                 page_faults = look_at(browser, address, scheme, picture)
                 faults += [f"{place}: {fault}" for fault in page_faults]
@@ -72,9 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def open_browser(size: tuple[int, int], scheme: str) -> Any:
-    """Open a browser that finds no network, with a screen of width x height pixels and a colour scheme."""
+    """Open a browser that finds no network, with a screen of width x height pixels and a colour
+    scheme.
+    """
     options = webdriver.ChromeOptions()
-    # Hosted runners have Chrome and a driver of the same version, and perhaps a Chromium of another version.
+    # Hosted runners have Chrome and a driver of the same version, and perhaps a Chromium of another
+    # version.
     binary = shutil.which("google-chrome") or shutil.which("chromium")
     options.binary_location = binary or ""
     for argument in (

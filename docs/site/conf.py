@@ -1,9 +1,10 @@
-"""The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without network.
+"""The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without
+network.
 
-Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works here. The examples of
-docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks, or with ``-D nb_execution_mode=off`` shows
-them without their output. Pages of names, the gallery of studies and llms.txt are generated from docs/site/api.md, the
-documents and studies/.
+Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works
+here. The examples of docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks,
+or with ``-D nb_execution_mode=off`` shows them without their output. Pages of names, the gallery of
+studies and llms.txt are generated from docs/site/api.md, the documents and studies/.
 """
 
 import ast
@@ -146,7 +147,8 @@ include_patterns = [
     "studies/pages/*.md",
 ]
 exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
-# The path is absolute, because autosummary resolves it from the sources and Sphinx from this folder.
+# The path is absolute, because autosummary resolves it from the sources and Sphinx from this
+# folder.
 templates_path = [str(HERE / "templates")]
 
 myst_enable_extensions = ["colon_fence"]
@@ -196,13 +198,13 @@ html_context = {"default_mode": "auto"}  # light or dark as set in the system
 html_static_path = [str(HERE / "static")]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
-html_theme_options: dict[str, Any] = {
-    "secondary_sidebar_items": ["page-toc", "sourcelink"]
-}
+html_theme_options: dict[str, Any] = {"secondary_sidebar_items": ["page-toc", "sourcelink"]}
 
 
 class Table(Autosummary):
-    """Names with their summaries; autosummary has none for a class under another name, such as ``record``."""
+    """Names with their summaries; autosummary has none for a class under another name, such as
+    ``record``.
+    """
 
     def get_items(self, names: list[str]) -> list[tuple[str, str | None, str, str]]:
         """Return name, signature, summary and full name of each; warn of one without a summary."""
@@ -220,7 +222,9 @@ class Table(Autosummary):
 
 
 def write_gallery(_: Sphinx) -> None:
-    """Write the gallery, a card for each study: its first line and, where docs/ has it, its figure."""
+    """Write the gallery, a card for each study: its first line and, where docs/ has it, its
+    figure.
+    """
     GENERATED.mkdir(parents=True, exist_ok=True)
     for page in GENERATED.glob("tcnn_*.rst"):
         if page.stem not in LISTED:  # left by an earlier build
@@ -248,7 +252,9 @@ def write_gallery(_: Sphinx) -> None:
 
 
 def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Add the parts that a page has on the site only: contents, a picture, code of a study, a notebook's file."""
+    """Add the parts that a page has on the site only: contents, a picture, code of a study, a
+    notebook's file.
+    """
     name = Path(docname).name
     if docname in PICTURES:
         picture, description = PICTURES[docname]
@@ -259,9 +265,7 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
         )
     if docname == root_doc:
         source[0] += "\n" + (HERE / "contents.md").read_text()
-    elif (
-        docname.startswith("studies/pages/") and (ROOT / f"studies/{name}.py").exists()
-    ):
+    elif docname.startswith("studies/pages/") and (ROOT / f"studies/{name}.py").exists():
         source[0] += f"\n## Code\n\n```{{literalinclude}} /studies/{name}.py\n```\n"
     elif docname.startswith("docs/notebooks/"):
         first, heading, rest = source[0].partition("\n# ")
@@ -273,7 +277,9 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
-    """Write llms.txt (llmstxt.org): a list of the pages in plain text, with the Markdown source of each."""
+    """Write llms.txt (llmstxt.org): a list of the pages in plain text, with the Markdown source of
+    each.
+    """
     if exception is not None:
         return
     readme = (ROOT / "README.md").read_text()
@@ -303,7 +309,9 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
-    """Warn of public names that the reference does not list under this or another name; with -W the build fails."""
+    """Warn of public names that the reference does not list under this or another name; with -W the
+    build fails.
+    """
     for name in unlisted_names(LISTED):
         getLogger(__name__).warning("%s is not in docs/site/api.md", name)
 

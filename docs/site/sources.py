@@ -1,4 +1,6 @@
-"""Extracts from the documents for the site: examples for the reference, first paragraphs for llms.txt."""
+"""Extracts from the documents for the site: examples for the reference, first paragraphs for
+llms.txt.
+"""
 
 import ast
 import builtins
@@ -89,7 +91,9 @@ def examples(root: Path, names: list[str]) -> dict[str, Example]:
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the blocks of Python code of a document or notebook, without blocks of IPython's magics."""
+    """Return the blocks of Python code of a document or notebook, without blocks of IPython's
+    magics.
+    """
     blocks = re.findall(
         r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```",
         text,

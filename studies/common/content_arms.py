@@ -1,4 +1,6 @@
-"""Arms that separate the effect of content from that of mixing over the image: their models, rates and training."""
+"""Arms that separate the effect of content from that of mixing over the image: their models, rates
+and training.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +36,11 @@ class Arm:
     Attributes:
         title: Title of the arm in tables.
         attends: Whether convolutions are converted to attention.
-        papers_rates: Whether all weights share a learning rate and gates are trained from the first step, as in the
-            papers.
+        papers_rates: Whether all weights share a learning rate and gates are trained from the first
+            step, as in the papers.
         static_map: Whether content attention is a learned map, the same for every image.
-        by_offset: Whether the learned map of ``static_map`` has one number for each offset from query to key.
+        by_offset: Whether the learned map of ``static_map`` has one number for each offset from
+            query to key.
         gate_at_one: Whether gates are fixed at 1, so that heads attend by position alone.
         uniform_content: Whether keys are fixed at zero, so that the content part is uniform.
         mixes: Whether images are mixed by CutMix and mixup.
@@ -72,10 +75,12 @@ ARMS = {
 
 
 class StaticMapGPSA(GPSA):
-    """GPSA with ``C_h = softmax(L_h)`` for its content part: a learned N_query x N_key map, the same for every image.
+    """GPSA with ``C_h = softmax(L_h)`` for its content part: a learned N_query x N_key map, the
+    same for every image.
 
-    ``query`` holds L, shape (heads, N_query, N_key), and ``key`` the identity, so that recordings and ablations, which
-    multiply queries and keys, see the logits L. The gate, the positional part, W_val and W_out are those of GPSA.
+    ``query`` holds L, shape (heads, N_query, N_key), and ``key`` the identity, so that recordings
+    and ablations, which multiply queries and keys, see the logits L. The gate, the positional part,
+    W_val and W_out are those of GPSA.
     """
 
     @classmethod
@@ -111,7 +116,9 @@ class StaticMapGPSA(GPSA):
         return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer, (B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is computed once for all images."""
+        """Apply the layer, (B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is computed once
+        for all images.
+        """
         # One image is enough, because neither part of the attention depends on the image.
         attention = self.gated_attention(x[:1])
         content = attention.content()
@@ -120,16 +127,13 @@ class StaticMapGPSA(GPSA):
         values = self.values(x)
         positional = torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
         mixed = torch.lerp(content, positional, gate)[0].to(values.dtype)
-        return self.combine(
-            torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention
-        )
+        return self.combine(torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention)
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # GPSA divides products by the square root of the length of queries and keys, which here is the number of keys.
+        # GPSA divides products by the square root of the length of queries and keys, which here is
+        # the number of keys.
         logits = self._map() * math.sqrt(len(self.key))
-        return logits.expand(len(x), -1, -1, -1), self.key.expand(
-            len(x), self.heads, -1, -1
-        )
+        return logits.expand(len(x), -1, -1, -1), self.key.expand(len(x), self.heads, -1, -1)
 
     def _map(self) -> Tensor:
         """Return L, (heads, N_query, N_key)."""
@@ -137,9 +141,11 @@ class StaticMapGPSA(GPSA):
 
 
 class OffsetKernelGPSA(StaticMapGPSA):
-    """:class:`StaticMapGPSA` with ``L_h(i, j) = theta_h(j - i)``: a number for each offset, a convolution of any reach.
+    """:class:`StaticMapGPSA` with ``L_h(i, j) = theta_h(j - i)``: a number for each offset, a
+    convolution of any reach.
 
-    ``query`` holds theta, shape (heads, offsets): 225 numbers a head on a grid of 8 x 8, where a map has 4,096.
+    ``query`` holds theta, shape (heads, offsets): 225 numbers a head on a grid of 8 x 8, where a
+    map has 4,096.
     """
 
     @classmethod
@@ -147,7 +153,8 @@ class OffsetKernelGPSA(StaticMapGPSA):
         """Return the layer with a uniform kernel in place of its queries and keys.
 
         Args:
-            layer: Layer of stride 1 with as many queries as pixels, whose other parameters are copied.
+            layer: Layer of stride 1 with as many queries as pixels, whose other parameters are
+                copied.
             size: Height and width of the layer's input.
         """
         kernel_layer = super().of(layer, size)
@@ -166,9 +173,7 @@ class OffsetKernelGPSA(StaticMapGPSA):
         return self.query[:, self.offsets]
 
 
-def converted(
-    tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: int
-) -> nn.Module:
+def converted(tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: int) -> nn.Module:
     """Return a copy of the CNN's tail in the initial state of an arm.
 
     Args:
@@ -181,15 +186,12 @@ def converted(
     # Queries and keys are drawn from torch's global generator.
     torch.manual_seed(seed)
     # Every convolution is named, because reparameterize converts only the last stage by default.
-    convolutions = [
-        name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)
-    ]
+    convolutions = [name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)]
     size = tuple(features.shape[1:])
-    model = reparameterize(
-        tail, layers=convolutions, stride="keep", gating=start, input_size=size
-    )
+    model = reparameterize(tail, layers=convolutions, stride="keep", gating=start, input_size=size)
     if arm.static_map:
-        # A map has an entry for each query and key, so its shape depends on the size of the layer's input.
+        # A map has an entry for each query and key, so its shape depends on the size of the layer's
+        # input.
         sizes = input_sizes(model, features)
         for name, layer in gpsa_layers(model).items():
             # torch has no public way to replace a module by its dotted name.
@@ -217,9 +219,7 @@ def input_sizes(model: nn.Module, features: Tensor) -> dict[str, tuple[int, int]
     sizes: dict[str, tuple[int, int]] = {}
     hooks = [
         layer.register_forward_pre_hook(
-            lambda _, inputs, name=name: sizes.update(
-                {name: tuple(inputs[0].shape[2:])}
-            )
+            lambda _, inputs, name=name: sizes.update({name: tuple(inputs[0].shape[2:])})
         )
         for name, layer in gpsa_layers(model).items()
     ]
@@ -245,10 +245,12 @@ def train_tail(
         model: Tail of the network.
         batches: Features and targets of each step: classes (B,) or class probabilities (B, K).
         arm: Arm whose learning rates and targets are used.
-        options: Mapping with ``steps``; ``lr`` of the weights; ``qk_sum`` and ``map_sum``, sums over the steps of the
-            learning rates of queries and keys, and of static maps; ``gating_lr``, ``papers_lr``, ``papers_gating_lr``,
-            ``weight_decay``, ``frozen_statistics`` and ``amp``.
-        after: Function that is called with the number of steps done, before the first step and after each.
+        options: Mapping with ``steps``; ``lr`` of the weights; ``qk_sum`` and ``map_sum``, sums
+            over the steps of the learning rates of queries and keys, and of static maps;
+            ``gating_lr``, ``papers_lr``, ``papers_gating_lr``, ``weight_decay``,
+            ``frozen_statistics`` and ``amp``.
+        after: Function that is called with the number of steps done, before the first step and
+            after each.
 
     Returns:
         Sum of the learning rates over the steps, by group.
@@ -266,10 +268,9 @@ def train_tail(
         if options["frozen_statistics"]:
             _freeze_statistics(model)
         for group in optimizer.param_groups:
-            # The protocol freezes gates for a quarter of the steps, so that content can form first; the papers do not.
-            waits = (
-                group["name"] == "gates" and not arm.papers_rates and step < steps // 4
-            )
+            # The protocol freezes gates for a quarter of the steps, so that content can form first;
+            # the papers do not.
+            waits = group["name"] == "gates" and not arm.papers_rates and step < steps // 4
             group["lr"] = 0.0 if waits else peaks[group["name"]] * factors[step]
             sums[group["name"]] += group["lr"]
         optimizer.zero_grad()
@@ -315,7 +316,9 @@ def mixed_batches(
 def _groups(
     model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; a sum of rates divided by ``total``, the sum of the factors, is a peak rate."""
+    """Return the optimizer's groups; a sum of rates divided by ``total``, the sum of the factors,
+    is a peak rate.
+    """
     decay = options["weight_decay"]
     if arm.papers_rates:
         lr = options["papers_lr"]

@@ -1,4 +1,6 @@
-"""Images of the comparison of content and mixing, and the features of a frozen trunk, which are computed once."""
+"""Images of the comparison of content and mixing, and the features of a frozen trunk, which are
+computed once.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,8 +75,7 @@ def load_images(
     if not file.exists():
         pixels = test.pixels[rows]
         corrupted_pixels = [
-            evaluation.corrupt(pixels, name, SEVERITY, seed=seed)
-            for name in evaluation.CORRUPTIONS
+            evaluation.corrupt(pixels, name, SEVERITY, seed=seed) for name in evaluation.CORRUPTIONS
         ]
         atomic_save(file, pixels=np.stack(corrupted_pixels))
     with np.load(file) as arrays:
@@ -89,8 +90,8 @@ class Features:
         images: Images of the run.
         cache: Folder of the files.
         count: Number of views of each training image.
-        reference, probed: Number of training images over which static attention is averaged, and of held-out images
-            that are recorded.
+        reference, probed: Number of training images over which static attention is averaged, and of
+            held-out images that are recorded.
     """
 
     def __init__(
@@ -122,9 +123,7 @@ class Features:
             corrupted.shape[:2],
         )
         train, held_out = images.train, images.held_out
-        self.reference = self.as_given(
-            self._of(train.pixels[spread(len(train), reference)])
-        )
+        self.reference = self.as_given(self._of(train.pixels[spread(len(train), reference)]))
         rows = spread(len(held_out), probed)
         self.probed = self.as_given(self._of(held_out.pixels[rows]))
         self.probed_labels = held_out.labels[rows]
@@ -134,13 +133,9 @@ class Features:
         """Return features as a float32 tensor, the input of the tail."""
         return torch.from_numpy(np.array(features, np.float32))
 
-    def batches(
-        self, steps: int, batch_size: int, seed: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, steps: int, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield features and labels of each step."""
-        for rows, view in order_of_images(
-            len(self.images.train), steps, batch_size, seed
-        ):
+        for rows, view in order_of_images(len(self.images.train), steps, batch_size, seed):
             yield (
                 self.as_given(self._views[view, rows]),
                 torch.from_numpy(self.images.train.labels[rows]),
@@ -162,12 +157,11 @@ class Features:
         for view in range(count):
             yield self._of(views(self.images.train, rows, np.full(len(rows), view)))
 
-    def _of(
-        self, pixels: NDArray[np.uint8], batch_size: int = 250
-    ) -> NDArray[np.float16]:
+    def _of(self, pixels: NDArray[np.uint8], batch_size: int = 250) -> NDArray[np.float16]:
         with torch.inference_mode():
             parts = [
-                # Half precision takes half the space on disk, and its rounding is far below the noise of a batch.
+                # Half precision takes half the space on disk, and its rounding is far below the
+                # noise of a batch.
                 self.trunk(normalized(pixels[start : start + batch_size]))
                 .half()
                 .contiguous()
@@ -187,9 +181,7 @@ def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
             if array is None:
                 full_shape = (*shape, *part.shape[1:])
                 # The file is mapped, because the features of all views may not fit into memory.
-                array = np.lib.format.open_memmap(
-                    temporary, "w+", np.float16, full_shape
-                )
+                array = np.lib.format.open_memmap(temporary, "w+", np.float16, full_shape)
             target = array if len(shape) == 1 else array[number]
             target[:] = part
         array.flush()
@@ -205,12 +197,8 @@ def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
     torch.manual_seed(0)
     parts = []
     for scenes in cluttered_digits(size=32, limit=limit, fragments=2):
-        images, labels = zip(
-            *(scenes[number] for number in range(len(scenes))), strict=True
-        )
-        grey = (
-            (torch.cat(images) * STD + MEAN).clamp(0, 1).mul(255).round().byte().numpy()
-        )
+        images, labels = zip(*(scenes[number] for number in range(len(scenes))), strict=True)
+        grey = (torch.cat(images) * STD + MEAN).clamp(0, 1).mul(255).round().byte().numpy()
         parts.append(
             # The network takes three colour channels.
             SmallImages(np.repeat(grey[..., None], 3, -1), np.array(labels, np.int64))

@@ -1,4 +1,6 @@
-"""Growth of content information while heads learn: a figure, and a comparison with untrained heads."""
+"""Growth of content information while heads learn: a figure, and a comparison with untrained
+heads.
+"""
 
 import matplotlib as mpl
 import numpy as np
@@ -18,11 +20,12 @@ SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
 
 @mpl.rc_context(STYLE)
 def draw_content(models: dict[str, xr.Dataset]) -> Figure:
-    """Draw a row of panels for each variable of each model, and in it a panel for each layer; a line is a head.
+    """Draw a row of panels for each variable of each model, and in it a panel for each layer; a
+    line is a head.
 
     Args:
-        models: Datasets by name of the model: gates and content information (epoch, layer, head), and the types of
-            heads (layer, head). A model without gates has no row for them.
+        models: Datasets by name of the model: gates and content information (epoch, layer, head),
+            and the types of heads (layer, head). A model without gates has no row for them.
     """
     rows = [
         (f"{name}\n{words}", ds, v)
@@ -31,9 +34,7 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
         if v in ds
     ]
     columns = max(ds.sizes["layer"] for ds in models.values())
-    figure = Figure(
-        figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained"
-    )
+    figure = Figure(figsize=(2.2 * columns + 0.8, 2 * len(rows) + 0.6), layout="constrained")
     axes = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
     for panels, (title, ds, variable) in zip(axes, rows, strict=True):
         for panel, layer in zip(panels, ds.layer.values, strict=False):
@@ -54,9 +55,7 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
         panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
-    handles = [
-        mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()
-    ]
+    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in COLORS.values()]
     figure.legend(
         handles,
         [f"{kind} at the end" for kind in COLORS],
@@ -68,7 +67,8 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
 
 
 def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
-    """Return a text that compares content information with that of untrained heads, and of shuffled labels.
+    """Return a text that compares content information with that of untrained heads, and of shuffled
+    labels.
 
     Args:
         content: Dataset as for :func:`draw_content`, with the dimension training.
@@ -78,9 +78,7 @@ def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
     end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
     if shuffled is not None:
         controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
-    lines = [
-        "content information, mean over all heads, in nat, with 95 % intervals over heads:"
-    ]
+    lines = ["content information, mean over all heads, in nat, with 95 % intervals over heads:"]
     trainings = {"trained": end, **controls}
     for training in content.training.values:
         words = [
@@ -94,16 +92,10 @@ def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
             *_over_trainings(difference)
         )
         interval = (
-            interval
-            if difference.sizes["training"] > 1
-            else "one training gives no t interval"
+            interval if difference.sizes["training"] > 1 else "one training gives no t interval"
         )
-        lines.append(
-            f"  trained less {name}: {float(difference.mean()):+.3f}, {interval}"
-        )
-    largest = {
-        name: values.max(["layer", "head"]).values for name, values in trainings.items()
-    }
+        lines.append(f"  trained less {name}: {float(difference.mean()):+.3f}, {interval}")
+    largest = {name: values.max(["layer", "head"]).values for name, values in trainings.items()}
     words = [
         f"{name} {', '.join(f'{value:.2f}' for value in values)}"
         for name, values in largest.items()
@@ -121,14 +113,12 @@ def _interval(values: xr.DataArray) -> str:
 
 
 def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
-    """Return a t interval for the mean over trainings; NaN for one training, which has no spread."""
+    """Return a t interval for the mean over trainings; NaN for one training, which has no
+    spread.
+    """
     means = values.mean(["layer", "head"])
     if means.size < 2:
         return np.nan, np.nan
     # The interval is Student's t, because two or three trainings are too few to resample.
-    half = (
-        float(student.ppf(0.975, means.size - 1))
-        * float(means.std(ddof=1))
-        / means.size**0.5
-    )
+    half = float(student.ppf(0.975, means.size - 1)) * float(means.std(ddof=1)) / means.size**0.5
     return float(means.mean()) - half, float(means.mean()) + half

@@ -44,7 +44,9 @@ GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.value
 
 
 def tree_of(folder: Path) -> xr.DataTree:
-    """Return all finished runs as a tree: a node for each table (blocks, batch norm), with a child for each run."""
+    """Return all finished runs as a tree: a node for each table (blocks, batch norm), with a child
+    for each run.
+    """
     nodes: dict[str, xr.Dataset] = {}
     # Names of runs begin with the number of blocks.
     for file in sorted(folder.glob("[0-9]_*.npz")):
@@ -68,9 +70,7 @@ def report(tree: xr.DataTree) -> str:
     for name, table in tree.children.items():
         runs = _runs(table)
         blocks, batch_norm = name.split("_")
-        title = (
-            f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
-        )
+        title = f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
         lines = [title, "=" * len(title)]
         lines += _accuracies(runs) + _endpoints(runs) + _heads(runs)
         parts.append("\n".join(lines))
@@ -78,7 +78,9 @@ def report(tree: xr.DataTree) -> str:
 
 
 def check(tree: xr.DataTree) -> bool:
-    """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
+    """Check what holds by construction: static maps carry no content, and no gate of arm E
+    moves.
+    """
     passed = bool(tree.children)
     for run in itertools.chain(*map(_runs, tree.children.values())):
         arm = run.attrs["arm"]
@@ -87,11 +89,12 @@ def check(tree: xr.DataTree) -> bool:
             # The maximum over heads is checked: no head at all may depend on the image.
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
-            # The limits allow for rounding: bfloat16 may change the answer on a few images in thousands.
+            # The limits allow for rounding: bfloat16 may change the answer on a few images in
+            # thousands.
             if information > 1e-3 or changed > 0.002:
                 print(
-                    f"check: {name}: a static map has {information:.1e} nat of content information, and static "
-                    f"attention changes {changed:.4f} of the answers: NO"
+                    f"check: {name}: a static map has {information:.1e} nat of content "
+                    f"information, and static attention changes {changed:.4f} of the answers: NO"
                 )
                 passed = False
         # Their lambda is 40; its sigmoid is 1 up to rounding in float32.
@@ -99,13 +102,16 @@ def check(tree: xr.DataTree) -> bool:
             print(f"check: {name}: the gate moved: NO")
             passed = False
     print(
-        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if passed else 'NO'}"
+        "check: learned maps are static and fixed gates stay, in every finished run: "
+        f"{'yes' if passed else 'NO'}"
     )
     return passed
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
+    """Draw content information and gates by step, accuracy by arm, and the endpoints with their
+    intervals.
+    """
     figure = Figure(figsize=(9.5, 6.8), layout="constrained")
     panels = figure.subplots(2, 2).ravel()
     # Only the first table is drawn, in which the last block is converted: most runs belong to it.
@@ -118,7 +124,8 @@ def draw(tree: xr.DataTree) -> Figure:
             arm = run.attrs["arm"]
             # Arm A has no gates, and those of E stay at 1.
             if arm in "BCDFTU":
-                # Runs from the lower start are dashed here, and triangles in the panel of accuracies.
+                # Runs from the lower start are dashed here, and triangles in the panel of
+                # accuracies.
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
                     run.mark,
@@ -163,9 +170,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
         "heads_rows": ("head_image",),
     }
     dims |= {"rate_sums": ("group",), "rate_stds": ("group",)}
-    dataset = xr.Dataset(
-        {name: (dims[name], arrays[name]) for name in dims if name in arrays}
-    )
+    dataset = xr.Dataset({name: (dims[name], arrays[name]) for name in dims if name in arrays})
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
     # Images were corrupted in the order of CORRUPTIONS.
     labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
@@ -178,7 +183,9 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
 def _stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
-    """Return whether each image is classified correctly, by seed: (image,), or (corruption, image) if corrupted."""
+    """Return whether each image is classified correctly, by seed: (image,), or (corruption, image)
+    if corrupted.
+    """
     by_seed = {}
     for run in runs:
         if (
@@ -194,29 +201,28 @@ def _stacked(
 def _difference(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
-    """Return first minus second for the seeds that both have, shape (seeds, ...); None if there are none."""
+    """Return first minus second for the seeds that both have, shape (seeds, ...); None if there are
+    none.
+    """
     seeds = sorted(first.keys() & second.keys())
     # Runs are paired by seed, since those of one seed share their images and initial weights.
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its learning rates."""
+    """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its
+    learning rates.
+    """
     lines = [
         "accuracy (mean over seeds)                 "
         "seeds  clean   corrupted  static  shuffled  by position"
     ]
     for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
-        of_arm = [
-            run
-            for run in runs
-            if (run.attrs["arm"], run.attrs["start"]) == (arm, start)
-        ]
+        of_arm = [run for run in runs if (run.attrs["arm"], run.attrs["start"]) == (arm, start)]
         # A start of 0 marks an arm without a choice of start, and is not a value of lambda.
         words = f"{arm} {ARMS[arm].title}" + (f", lambda = {start:+g}" if start else "")
         means = [
-            float(np.mean([run[name].mean() for run in of_arm]))
-            for name in ("clean", "corrupted")
+            float(np.mean([run[name].mean() for run in of_arm])) for name in ("clean", "corrupted")
         ]
         row = f"  {words:42s}{len(of_arm):4d}  {means[0]:.4f}  {means[1]:.4f}"
         for name in ("clean_static", "clean_shuffled", "clean_positional"):
@@ -224,25 +230,24 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
             row += f"     {float(np.mean(having)):.4f}" if having else " " * 11
         lines.append(row)
     lines.append(
-        "sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)"
+        "sum of learning rates, and in units of the initial standard deviation (lambda's own unit "
+        "for gates)"
     )
     for arm in sorted({run.attrs["arm"] for run in runs}):
         # Rates are the same for all runs of an arm.
         run = next(run for run in runs if run.attrs["arm"] == arm)
-        sums = zip(
-            run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True
-        )
+        sums = zip(run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True)
         lines.append(
             f"  {arm}: "
-            + "; ".join(
-                f"{name} {total:.3g} ({total / std:.3g})" for name, total, std in sums
-            )
+            + "; ".join(f"{name} {total:.3g} ({total / std:.3g})" for name, total, std in sums)
         )
     return lines
 
 
 def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
-    """Return endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
+    """Return endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of
+    images.
+    """
     effects = {}
     for start in sorted(
         {run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True
@@ -265,14 +270,17 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
 
 
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on differences with their intervals and verdicts, and on the families of corruptions."""
+    """Return lines on differences with their intervals and verdicts, and on the families of
+    corruptions.
+    """
     effects = primary_effects(runs)
     lines = [
         f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"
     ]
     for name in ("C - D", "C - C static", "C - A"):
         of_endpoint = {key: effect for key, effect in effects.items() if key[0] == name}
-        # The protocol adjusts p-values within each endpoint, over its starts and over clean and corrupted images.
+        # The protocol adjusts p-values within each endpoint, over its starts and over clean and
+        # corrupted images.
         adjusted = holm([effect.p_value for effect in of_endpoint.values()])
         answers = []
         for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
@@ -287,9 +295,7 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
             elif answers[-1] == "undecided":
                 seeds = seeds_to_decide(effect, MARGIN)
                 row += (
-                    f"; {seeds} seeds would decide"
-                    if seeds
-                    else "; seeds alone would not decide"
+                    f"; {seeds} seeds would decide" if seeds else "; seeds alone would not decide"
                 )
             lines.append(f"{row}  ({effect.seeds} seeds, {effect.images} images)")
         if answers:
@@ -316,9 +322,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
     )
     if difference is None:
         return []
-    groups = np.array(
-        [corruption.group for corruption in evaluation.CORRUPTIONS.values()]
-    )
+    groups = np.array([corruption.group for corruption in evaluation.CORRUPTIONS.values()])
     effects = {
         # All corruptions of a family have the same weight.
         group: crossed_effect(difference[:, groups == group].mean(1))
@@ -334,15 +338,19 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
 
 
 def _heads(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on single heads of C: the cost of their static attention, compared with recorded variables."""
+    """Return lines on single heads of C: the cost of their static attention, compared with recorded
+    variables.
+    """
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:
         return []
     lines = [
-        "heads of C, one at a time static: rank correlation of the cost with recorded variables, by run"
+        "heads of C, one at a time static: rank correlation of the cost with recorded variables, "
+        "by run"
     ]
     for run in of_c:
-        # Accuracy is that on the same images: single heads are ablated on a part of the test images.
+        # Accuracy is that on the same images: single heads are ablated on a part of the test
+        # images.
         accuracy = run.clean.values[run.heads_rows.values].mean()
         cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)
@@ -361,9 +369,7 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         # The protocol compares the cost with gate, content information and type.
         for kind in np.unique(last.head_type.values.astype(str)):
             of_kind = last.head_type.values == kind
-            words.append(
-                f"{of_kind.sum()} {kind or 'without a type'} {cost[of_kind].mean():+.4f}"
-            )
+            words.append(f"{of_kind.sum()} {kind or 'without a type'} {cost[of_kind].mean():+.4f}")
         lines.append(
             f"  lambda = {run.attrs['start']:+g}, seed {run.attrs['seed']}: {'; '.join(words)}"
         )
@@ -408,9 +414,7 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
         # The interval of one seed is unbounded.
         bounds = np.clip([effect.low, effect.high], -1, 1)
         panel.plot(bounds, [place, place], color="0.3", lw=1.5)
-        panel.plot(
-            effect.mean, place, "o" if kind == "clean" else "s", color=COLORS["C"], ms=4
-        )
+        panel.plot(effect.mean, place, "o" if kind == "clean" else "s", color=COLORS["C"], ms=4)
         labels.append(f"{name}, {start:+g}, {kind}")
     panel.set_yticks(range(len(labels)), labels, fontsize=7)
     panel.axvspan(-MARGIN, MARGIN, color="0.9", zorder=0)

@@ -1,4 +1,6 @@
-"""Runs of the comparison: training of an arm, its measurements, and the file of its results, written atomically."""
+"""Runs of the comparison: training of an arm, its measurements, and the file of its results,
+written atomically.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -59,8 +61,7 @@ class Run:
     def file(self, folder: Path) -> Path:
         """Return the path of the run's results."""
         return (
-            folder
-            / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
+            folder / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
         )
 
 
@@ -73,15 +74,17 @@ def train_and_measure(
 ) -> None:
     """Train the run and write its results.
 
-    The file tells whether each test image is classified correctly: ``clean`` (N,) and ``corrupted`` (corruptions, n).
-    Arms with content have the same with static attention, ``clean_static`` and ``corrupted_static``, with the attention
-    of another image, ``clean_shuffled``, and with the positional part alone, ``clean_positional``; arms with a static
-    map have ``clean_static`` only. Arm C in the first table also has ``heads_static`` (layer, head, m), with static
-    attention in one head, for the m images ``heads_rows``. Data without corrupted images have none of their variables.
+    The file tells whether each test image is classified correctly: ``clean`` (N,) and ``corrupted``
+    (corruptions, n). Arms with content have the same with static attention, ``clean_static`` and
+    ``corrupted_static``, with the attention of another image, ``clean_shuffled``, and with the
+    positional part alone, ``clean_positional``; arms with a static map have ``clean_static`` only.
+    Arm C in the first table also has ``heads_static`` (layer, head, m), with static attention in
+    one head, for the m images ``heads_rows``. Data without corrupted images have none of their
+    variables.
 
-    Recorded variables have shape (mark, layer, head); ``marks`` are the steps, and ``held_out`` is the accuracy on
-    held-out images at these. ``rate_sums`` are the sums of the learning rates of ``rate_groups``, and ``rate_stds`` the
-    initial standard deviations of their weights.
+    Recorded variables have shape (mark, layer, head); ``marks`` are the steps, and ``held_out`` is
+    the accuracy on held-out images at these. ``rate_sums`` are the sums of the learning rates of
+    ``rate_groups``, and ``rate_stds`` the initial standard deviations of their weights.
     """
     arm = ARMS[run.arm]
     steps, batch_size = options["steps"], options["batch_size"]
@@ -95,9 +98,7 @@ def train_and_measure(
     if arm.mixes:
         # CutMix and mixup change the pixels, so that cached features cannot be used.
         images = features.pixel_batches(steps, batch_size, run.seed)
-        batches = mixed_batches(
-            images, features.trunk, model.linear.out_features, run.seed
-        )
+        batches = mixed_batches(images, features.trunk, model.linear.out_features, run.seed)
     else:
         batches = features.batches(steps, batch_size, run.seed)
     # Five marks show the course of training; each costs an evaluation.
@@ -110,11 +111,7 @@ def train_and_measure(
         def after(step: int) -> None:
             if step in marks:
                 held_out.append(
-                    float(
-                        (
-                            _answers(model, features.probed) == features.probed_labels
-                        ).mean()
-                    )
+                    float((_answers(model, features.probed) == features.probed_labels).mean())
                 )
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
@@ -141,9 +138,7 @@ def train_and_measure(
     # The content part of arm D is static by construction, which the study checks at its end.
     if arm.static_map:
         with tcnn_probe.ablate(model, mode="static", images=features.reference):
-            results["clean_static"] = _right(
-                model, features.test, features.images.test.labels
-            )
+            results["clean_static"] = _right(model, features.test, features.images.test.labels)
     atomic_save(run.file(folder), **results)
 
 
@@ -154,7 +149,9 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Return whether each test image is classified correctly, with unchanged and with ablated attention."""
+    """Return whether each test image is classified correctly, with unchanged and with ablated
+    attention.
+    """
     labels = features.images.test.labels
     is_corrupted = features.corrupted is not None
     results = {"clean": _right(model, features.test, labels)}
@@ -172,7 +169,8 @@ def _measured(
     # The mode sets gates to 1, so that only the positional part of attention remains.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
-    # Single heads are ablated in the first table only: the 54 of the second would take as long as all its trainings.
+    # Single heads are ablated in the first table only: the 54 of the second would take as long as
+    # all its trainings.
     first_table = run.blocks == 1 and run.batch_norm == "frozen"
     if run.arm == "C" and first_table and options["head_images"]:
         rows = np.array(spread(len(labels), options["head_images"]))
@@ -191,7 +189,9 @@ def _measured(
 
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
-    """Return the standard deviation of each group's weights before training; 1 for gates, in the unit of lambda."""
+    """Return the standard deviation of each group's weights before training; 1 for gates, in the
+    unit of lambda.
+    """
     # Weight decay is for matrices and filters, not for biases and norms.
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
     vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
@@ -224,7 +224,9 @@ def _right(
 
 
 def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:
-    """Return whether images are classified correctly under each corruption, shape (corruptions, n)."""
+    """Return whether images are classified correctly under each corruption, shape (corruptions,
+    n).
+    """
     parts = features.corrupted
     labels = features.images.test.labels[features.images.corrupted_rows]
     # All corruptions are evaluated in one list, so that batches are full even with few images.

@@ -1,4 +1,6 @@
-"""Controls for a T-CNN: CNNs without its attention, and a T-CNN with another start, fine-tuned for as long."""
+"""Controls for a T-CNN: CNNs without its attention, and a T-CNN with another start, fine-tuned for
+as long.
+"""
 
 import argparse
 import copy
@@ -30,15 +32,20 @@ TRAINING_TITLES = {
 }
 """Titles of the controls' progress bars."""
 
-# At 20 and 20 the T-CNN would equal the CNN exactly, and stay a convolution: sigma(20) is 1 in float32, so that gates,
-# queries and keys would have no gradient.
+# At 20 and 20 the T-CNN would equal the CNN exactly, and stay a convolution: sigma(20) is 1 in
+# float32, so that gates, queries and keys would have no gradient.
 NEAR_START = {"locality_strength": 5.0, "gating": 4.0}
-"""Start near the CNN at stride 1 from which attention can learn: 0.97 of position on the kernel tap, gates of 0.98."""
+"""Start near the CNN at stride 1 from which attention can learn: 0.97 of position on the kernel
+tap, gates of 0.98.
+"""
 
 
 def add_controls(parser: argparse.ArgumentParser) -> None:
     """Add the options for a second and a third control."""
-    help_ = "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without attention"
+    help_ = (
+        "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without "
+        "attention"
+    )
     group = parser.add_argument_group("controls")
     group.add_argument("--unstrided", action="store_true", help=help_)
     help_ = "a third control: the T-CNN that starts near the CNN at stride 1, on the same grid"
@@ -51,10 +58,11 @@ def count_controls(args: argparse.Namespace) -> int:
 
 
 def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
-    """Return a copy of the CNN, "control", and the models that ``--unstrided`` and ``--matched-start`` ask for.
+    """Return a copy of the CNN, "control", and the models that ``--unstrided`` and
+    ``--matched-start`` ask for.
 
-    The CNN shows the effect of longer training, "unstrided" that of the T-CNN's finer grid, and "matched" that of its
-    attention where the grid is the same and the start nearly so.
+    The CNN shows the effect of longer training, "unstrided" that of the T-CNN's finer grid, and
+    "matched" that of its attention where the grid is the same and the start nearly so.
     """
     # The CNN is copied, since models are trained in place.
     models = {"control": copy.deepcopy(cnn)}

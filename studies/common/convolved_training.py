@@ -32,8 +32,8 @@ def trained_convolutions(
     Args:
         network: Network, which stays as it is.
         heads: Result of ``lost_shares``, with ``deviation``.
-        fit, evaluated, training: Images for the kernels, for the change of the features, and for the training, all
-            different.
+        fit, evaluated, training: Images for the kernels, for the change of the features, and for
+            the training, all different.
         steps: Number of steps of AdamW.
         lr, batch: Learning rate at the start, which falls to zero by a cosine, and batch size.
 
@@ -53,9 +53,7 @@ def trained_convolutions(
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         generator = torch.Generator().manual_seed(0)
         for _ in tqdm(range(steps), f"training, {order}", disable=None):
-            images = training[
-                torch.randint(len(training), (batch,), generator=generator)
-            ]
+            images = training[torch.randint(len(training), (batch,), generator=generator)]
             with torch.no_grad():
                 target = network.features(images)
             loss = (model(images) - target).square().mean()
@@ -70,7 +68,9 @@ def trained_convolutions(
 
 
 def _freeze_unused(model: torch.nn.Module, images: Tensor) -> None:
-    """Freeze parameters that features of patches do not depend on, such as those of the class token's last queries."""
+    """Freeze parameters that features of patches do not depend on, such as those of the class
+    token's last queries.
+    """
     model(images).square().mean().backward()
     for parameter in model.parameters():
         is_used = parameter.grad is not None and bool(parameter.grad.any())

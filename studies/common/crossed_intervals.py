@@ -39,13 +39,15 @@ class Effect:
 def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     """Estimate the mean of values that belong to a seed and an image each.
 
-    Both seeds and images are samples: other trainings on the same images, or the same trainings on other images, would
-    give other values. The variance of the mean is estimated as ``s_seeds^2 / S + s_images^2 / N`` with the sample
-    variances of the means by seed and by image. It counts the interaction of the two twice and is never too small on
-    average (Owen 2007, The pigeonhole bootstrap, Sec. 3). Degrees of freedom are Satterthwaite's (1946).
+    Both seeds and images are samples: other trainings on the same images, or the same trainings on
+    other images, would give other values. The variance of the mean is estimated as ``s_seeds^2 / S
+    + s_images^2 / N`` with the sample variances of the means by seed and by image. It counts the
+    interaction of the two twice and is never too small on average (Owen 2007, The pigeonhole
+    bootstrap, Sec. 3). Degrees of freedom are Satterthwaite's (1946).
 
     Args:
-        values: Values of shape (seeds, images), such as the difference between two models in being right.
+        values: Values of shape (seeds, images), such as the difference between two models in being
+            right.
         level: Level of the interval.
 
     Returns:
@@ -57,14 +59,10 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     seed_variance = float(by_seed.var(ddof=1)) if count > 1 else np.nan
     image_variance = float(by_image.var(ddof=1))
     if count < 2:
-        return Effect(
-            mean, -np.inf, np.inf, 1.0, seed_variance, image_variance, count, images
-        )
+        return Effect(mean, -np.inf, np.inf, 1.0, seed_variance, image_variance, count, images)
     error, freedom = _error(seed_variance, image_variance, count, images)
     half = stats.t.ppf((1 + level) / 2, freedom) * error if error else 0.0
-    p_value = (
-        float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    )
+    p_value = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
     return Effect(
         mean,
         mean - half,
@@ -80,7 +78,8 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
 def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
     """Return p-values adjusted for their number (Holm 1979), in the same order."""
     p = np.asarray(p_values, float)
-    # The smallest p-value is multiplied by their number, the next by one less, and none falls below the one before.
+    # The smallest p-value is multiplied by their number, the next by one less, and none falls below
+    # the one before.
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     adjusted = np.empty_like(p)
@@ -89,7 +88,8 @@ def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
 
 
 def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
-    """Return "yes", "yes, by less than the margin", "no" or "undecided" on whether there is a positive effect.
+    """Return "yes", "yes, by less than the margin", "no" or "undecided" on whether there is a
+    positive effect.
 
     Args:
         effect: Effect with a 95 % interval.
@@ -97,8 +97,9 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
         p_value: P-value adjusted for the number of tests; None for the effect's own.
 
     Returns:
-        "yes" if the effect is significantly above 0, "yes, by less than ..." if its interval also lies below the
-        margin; "no" if the interval lies below the margin without that; else "undecided".
+        "yes" if the effect is significantly above 0, "yes, by less than ..." if its interval also
+        lies below the margin; "no" if the interval lies below the margin without that; else
+        "undecided".
     """
     adjusted = effect.p_value if p_value is None else p_value
     is_positive = effect.low > 0 and adjusted < 0.05
@@ -111,15 +112,14 @@ def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int
     """Return the number of seeds with which this mean and these variances would be decided.
 
     Returns:
-        Number of seeds; None for an effect of one seed, or if ``max_seeds`` would not decide on the same images.
+        Number of seeds; None for an effect of one seed, or if ``max_seeds`` would not decide on the
+        same images.
     """
     # One seed gives no variance over seeds.
     if effect.seeds < 2:
         return None
     for seeds in range(effect.seeds, max_seeds + 1):
-        error, freedom = _error(
-            effect.seed_variance, effect.image_variance, seeds, effect.images
-        )
+        error, freedom = _error(effect.seed_variance, effect.image_variance, seeds, effect.images)
         half = stats.t.ppf(0.975, freedom) * error
         if effect.mean - half > 0 or effect.mean + half < margin:
             return seeds

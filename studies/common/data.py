@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
-"""DeiT's, without magnitudes above 9: at 10, images would be posterized to zero bits, which Pillow refuses since 13."""
+"""DeiT's, without magnitudes above 9: at 10, images would be posterized to zero bits, which Pillow
+refuses since 13.
+"""
 
 VIEWS = 3
 """Number of views of an image in an epoch, as in DeiT."""
@@ -50,9 +52,7 @@ def digits_loaders(
     *, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6
 ) -> Loaders:
     """Return training and validation batches of cluttered digits, (B, 1, size, size)."""
-    train, validation = cluttered_digits(
-        size=size, limit=limit, seed=seed, fragments=clutter
-    )
+    train, validation = cluttered_digits(size=size, limit=limit, seed=seed, fragments=clutter)
     # Otherwise drop_last would leave no batch of a small training set.
     batch_size = min(batch_size, len(train))
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(
@@ -61,7 +61,9 @@ def digits_loaders(
 
 
 def with_shuffled_labels(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a loader of digits with permuted labels, so that nothing in an image tells its label."""
+    """Return a loader of digits with permuted labels, so that nothing in an image tells its
+    label.
+    """
     dataset = copy.copy(loader.dataset)
     generator = torch.Generator().manual_seed(seed)
     dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=generator)]
@@ -79,10 +81,11 @@ def image_loaders(
 ) -> Loaders:
     """Return training and validation batches of the user's images, as timm prepares them.
 
-    Training images are augmented as in DeiT, whose recipe the T-CNN paper follows: random resized crop, flip,
-    RandAugment and random erasing; if ``augment`` is "papers", also repeated augmentation, mixup and CutMix. The labels
-    of a batch are then class probabilities (B, K), smoothed by 0.1. Mixed images take longer to learn from, so that
-    they suit trainings as long as the papers'.
+    Training images are augmented as in DeiT, whose recipe the T-CNN paper follows: random resized
+    crop, flip, RandAugment and random erasing; if ``augment`` is "papers", also repeated
+    augmentation, mixup and CutMix. The labels of a batch are then class probabilities (B, K),
+    smoothed by 0.1. Mixed images take longer to learn from, so that they suit trainings as long as
+    the papers'.
 
     Args:
         model: Model whose normalisation and interpolation are used.
@@ -128,9 +131,11 @@ def image_loaders(
 
 
 class RepeatedViews(Sampler[int]):
-    """Indices of the images of an epoch: a random third of them in random order, each three times in a row.
+    """Indices of the images of an epoch: a random third of them in random order, each three times
+    in a row.
 
-    timm's ``RepeatAugSampler`` draws the same order in each epoch unless the training loop sets its epoch.
+    timm's ``RepeatAugSampler`` draws the same order in each epoch unless the training loop sets its
+    epoch.
 
     Args:
         count: Number of training images, and of indices in an epoch.
@@ -149,7 +154,8 @@ class RepeatedViews(Sampler[int]):
 
 
 class Mixing:
-    """Collate function that mixes the images of a batch by timm's mixup or CutMix, with DeiT's strengths.
+    """Collate function that mixes the images of a batch by timm's mixup or CutMix, with DeiT's
+    strengths.
 
     Args:
         model: Model, with the number of classes of the targets.
@@ -214,9 +220,7 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
 
 def labels_of(dataset: ClutteredDigits | ClassFolders) -> np.ndarray:
     """Return the label of each image, shape (N,)."""
-    return np.asarray(
-        dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets
-    )
+    return np.asarray(dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets)
 
 
 def chance(dataset: ClutteredDigits | ClassFolders) -> float:
@@ -245,15 +249,15 @@ class Probed:
 
 
 def probed_images(dataset: Any, count: int) -> Probed:
-    """Return ``count`` images of a validation set, spread evenly over it, since folders are sorted by class."""
+    """Return ``count`` images of a validation set, spread evenly over it, since folders are sorted
+    by class.
+    """
     numbers = spread(len(dataset), count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
         # Their masks are known, since the scenes are made here.
         scenes = [dataset.scene(number) for number in numbers]
-        images, masks = (
-            torch.stack([scene[part] for scene in scenes]) for part in (0, 2)
-        )
+        images, masks = (torch.stack([scene[part] for scene in scenes]) for part in (0, 2))
         labels = dataset.labels[numbers]
         names = [str(digit) for digit in range(10)]
     else:
@@ -263,19 +267,19 @@ def probed_images(dataset: Any, count: int) -> Probed:
         names = dataset.classes
         if imagenet_rows(names):  # WordNet ids, which few people can read
             names = [
-                ImageNetInfo().label_name_to_description(name).partition(",")[0]
-                for name in names
+                ImageNetInfo().label_name_to_description(name).partition(",")[0] for name in names
             ]
     return Probed(images, labels, numbers, names, masks)
 
 
 @torch.no_grad()
 def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probed:
-    """Return photographs with a box around the object in each; their labels are the predictions of the model.
+    """Return photographs with a box around the object in each; their labels are the predictions of
+    the model.
 
     Args:
-        file: Comma-separated table without a header: file name, and left, top, right and bottom of the box in pixels.
-            Names are relative to the table's folder.
+        file: Comma-separated table without a header: file name, and left, top, right and bottom of
+            the box in pixels. Names are relative to the table's folder.
         validation: Images whose transform and classes are used.
         model: Model that predicts the labels.
 
@@ -287,7 +291,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         for name, *box in csv.reader(Path(file).read_text().splitlines()):
             left, top, right, bottom = map(float, box)
             photograph = validation.loader(str(Path(file).parent / name))
-            # The box is drawn as an image, so that it is resized and cropped exactly as the photograph is.
+            # The box is drawn as an image, so that it is resized and cropped exactly as the
+            # photograph is.
             mask = Image.new("RGB", photograph.size)
             mask.paste("white", (round(left), round(top), round(right), round(bottom)))
             images.append(validation.transform(photograph))
@@ -298,7 +303,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         raise InputError(
             f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}"
         ) from None
-    # Masks are normalised by the transform; the edge of a box is halfway between normalised black and white.
+    # Masks are normalised by the transform; the edge of a box is halfway between normalised black
+    # and white.
     black, white = (
         validation.transform(Image.new("RGB", photograph.size, color))[0]
         for color in ("black", "white")
@@ -317,7 +323,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
 
 
 class PixelBatches:
-    """Batches of images in [0, 1], before normalisation, with their labels; every pass yields the same batches.
+    """Batches of images in [0, 1], before normalisation, with their labels; every pass yields the
+    same batches.
 
     Args:
         model: Model whose normalisation the images have, unless they are digits.
@@ -325,18 +332,15 @@ class PixelBatches:
         count: Number of images, spread evenly; None for all.
 
     Attributes:
-        normalization: Mean and standard deviation of each channel, which the model expects of these pixels.
+        normalization: Mean and standard deviation of each channel, which the model expects of these
+            pixels.
     """
 
-    def __init__(
-        self, model: nn.Module, loader: DataLoader[Any], count: int | None
-    ) -> None:
+    def __init__(self, model: nn.Module, loader: DataLoader[Any], count: int | None) -> None:
         dataset = loader.dataset
         self.count = len(dataset) if count is None else min(count, len(dataset))
         subset = Subset(dataset, spread(len(dataset), self.count))
-        self._loader = DataLoader(
-            subset, loader.batch_size, num_workers=loader.num_workers
-        )
+        self._loader = DataLoader(subset, loader.batch_size, num_workers=loader.num_workers)
         if isinstance(dataset, ClutteredDigits):
             self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (
                 (MEAN,),
@@ -350,10 +354,7 @@ class PixelBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        mean, std = (
-            torch.tensor(of_channels)[:, None, None]
-            for of_channels in self.normalization
-        )
+        mean, std = (torch.tensor(of_channels)[:, None, None] for of_channels in self.normalization)
         for images, labels in self._loader:
             # Rounding may take pixels slightly out of [0, 1], which the corruptions do not accept.
             yield (images * std + mean).clamp_(0, 1), labels

@@ -1,8 +1,9 @@
 """Real handwritten digits in cluttered scenes, with the place of each digit known.
 
-The digits are scikit-learn's ``load_digits`` (1,797 images of 8 x 8 pixels, UCI). Each scene holds one whole digit
-somewhere, among fragments of other digits of the same split, and noise. The split is by digit image, so neither a
-digit nor a fragment of it is seen both in training and in validation.
+The digits are scikit-learn's ``load_digits`` (1,797 images of 8 x 8 pixels, UCI). Each scene holds
+one whole digit somewhere, among fragments of other digits of the same split, and noise. The split
+is by digit image, so neither a digit nor a fragment of it is seen both in training and in
+validation.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,9 @@ __all__ = [
 ]
 
 MEAN, STD = 0.2, 0.3
-"""Mean that is subtracted from pixels in [0, 1], and standard deviation that they are divided by."""
+"""Mean that is subtracted from pixels in [0, 1], and standard deviation that they are divided
+by.
+"""
 
 
 class Scene(NamedTuple):
@@ -50,8 +53,8 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         size: Height and width of a scene, in pixels.
         digit_size: Height and width of the digit in it.
         fragments: Number of pieces of other digits strewn over it.
-        fixed: Whether a digit has the same scene at each visit (validation) rather than a new one (training, drawn from
-            torch's global generator).
+        fixed: Whether a digit has the same scene at each visit (validation) rather than a new one
+            (training, drawn from torch's global generator).
     """
 
     def __init__(
@@ -88,9 +91,7 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         generator = torch.Generator().manual_seed(index) if self.fixed else None
 
         def draw(high: int, count: int = 1) -> list[int]:
-            drawn: list[int] = torch.randint(
-                high, (count,), generator=generator
-            ).tolist()
+            drawn: list[int] = torch.randint(high, (count,), generator=generator).tolist()
             return drawn
 
         # Noise of a tenth of the digit's contrast keeps the background from being constant.
@@ -121,19 +122,19 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
 def cluttered_digits(
     *, size: int = 64, limit: int | None = None, seed: int = 0, fragments: int = 6
 ) -> tuple[ClutteredDigits, ClutteredDigits]:
-    """Return training and validation scenes: three quarters and one quarter of the digits, stratified by class.
+    """Return training and validation scenes: three quarters and one quarter of the digits,
+    stratified by class.
 
     Args:
         size: Height and width of the scenes, in pixels.
         limit: Number of the 1,797 digits to use; None for all.
-        seed: Seed of the split. The validation scene of a digit depends only on the digit's index in the split.
+        seed: Seed of the split. The validation scene of a digit depends only on the digit's index
+            in the split.
         fragments: Number of pieces of other digits in each scene.
     """
     # The digit itself is enlarged to 28 pixels.
     if size < 28:
-        raise ValueError(
-            f"expected scenes of 28 pixels or more, the size of a digit, got {size}"
-        )
+        raise ValueError(f"expected scenes of 28 pixels or more, the size of a digit, got {size}")
     if limit is not None and limit < 40:
         raise ValueError(
             f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}"
@@ -161,7 +162,9 @@ def cluttered_digits(
 
 
 def plain_digits(*, training: bool) -> tuple[Tensor, Tensor]:
-    """Return four fifths of the digits, without clutter, or the others: images (N, 1, 8, 8) in [-1, 1], and labels."""
+    """Return four fifths of the digits, without clutter, or the others: images (N, 1, 8, 8) in [-1,
+    1], and labels.
+    """
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(data.target)

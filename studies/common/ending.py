@@ -27,7 +27,9 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ended(main: Any, arguments: list[str] | None = None) -> int:
-    """Run a study and return the exit code of ``main``, or 2 for a refusal, with a message but no traceback."""
+    """Run a study and return the exit code of ``main``, or 2 for a refusal, with a message but no
+    traceback.
+    """
     try:
         return main(arguments)
     except InputError as error:
@@ -37,22 +39,20 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
         # argparse exits with the same code for wrong options.
         return REFUSED
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted; the same command with --resume continues", file=sys.stderr
-        )
+        print("\ninterrupted; the same command with --resume continues", file=sys.stderr)
         return INTERRUPTED
 
 
 def finish(passed: bool, data: str) -> int:
-    """Return the exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
+    """Return the exit code after the checks: on the user's own data a check that fails is a
+    finding, not an error.
+    """
     if passed:
         return 0
     # On the digits a check that fails is a fault in the code or a matter of chance to look into.
     if data == "digits":
         return NOT_SEEN
-    print(
-        "The checks say what the digits show. On your own data they are findings, not errors."
-    )
+    print("The checks say what the digits show. On your own data they are findings, not errors.")
     return 0
 
 
@@ -67,7 +67,8 @@ def side_of_zero(
 
 
 def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
-    """Return whether accuracy is above chance (one-sided binomial test, 1 %); print a line if it is not.
+    """Return whether accuracy is above chance (one-sided binomial test, 1 %); print a line if it is
+    not.
 
     Args:
         model: Name of the model.
@@ -75,15 +76,10 @@ def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
         images: Number of images.
         chance: Accuracy of always naming the most frequent class.
     """
-    if (
-        binomtest(
-            round(accuracy * images), images, chance, alternative="greater"
-        ).pvalue
-        < 0.01
-    ):
+    if binomtest(round(accuracy * images), images, chance, alternative="greater").pvalue < 0.01:
         return True
     print(
-        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images is not significantly above the "
-        f"{chance:.3f} of always naming the most frequent class"
+        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images is not "
+        f"significantly above the {chance:.3f} of always naming the most frequent class"
     )
     return False

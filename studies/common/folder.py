@@ -1,4 +1,6 @@
-"""Folder of the user's own images: ``train/`` and ``val/``, with a folder for every class in each."""
+"""Folder of the user's own images: ``train/`` and ``val/``, with a folder for every class in
+each.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +29,7 @@ class ClassFolders(class_folders.ClassFolders):
         InputError: The folder has another layout, or a class has no images.
     """
 
-    def __init__(
-        self, folder: Path, data: str, classes: list[str] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, data: str, classes: list[str] | None = None) -> None:
         try:
             super().__init__(folder, classes)
         except ValueError as error:
@@ -39,9 +39,7 @@ class ClassFolders(class_folders.ClassFolders):
 
     def keep(self, count: int) -> None:
         """Keep ``count`` of the images, spread evenly over the classes."""
-        self.samples = [
-            self.samples[number] for number in spread(len(self.samples), count)
-        ]
+        self.samples = [self.samples[number] for number in spread(len(self.samples), count)]
         # torchvision also stores the labels in a list of their own.
         self.targets = [label for _, label in self.samples]
 
@@ -60,8 +58,7 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     if not root.is_dir():
         raise InputError(f"--data: there is no folder {data!r}")
     folders = [
-        next((root / name for name in names if (root / name).is_dir()), None)
-        for names in SPLITS
+        next((root / name for name in names if (root / name).is_dir()), None) for names in SPLITS
     ]
     if None in folders:
         raise _layout(data, f"found in {data}: {class_folders.listing(data)}")
@@ -73,17 +70,19 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     return train, validation
 
 
-def imagenet_rows(
-    classes: Sequence[str], subset: str | None = "imagenet-1k"
-) -> list[int] | None:
-    """Return the rows of the classes in an ImageNet classifier if all are WordNet ids of its classes, else None."""
+def imagenet_rows(classes: Sequence[str], subset: str | None = "imagenet-1k") -> list[int] | None:
+    """Return the rows of the classes in an ImageNet classifier if all are WordNet ids of its
+    classes, else None.
+    """
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
     return [rows[name] for name in classes] if rows.keys() >= set(classes) else None
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return ``count`` indices below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` indices below ``length``, spread evenly, since folders are sorted by
+    class.
+    """
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
 
@@ -93,9 +92,7 @@ def _read(path: str) -> Image.Image:
     try:
         return read_picture(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(
-            f"--data: {path} cannot be read as an image ({error})"
-        ) from None
+        raise InputError(f"--data: {path} cannot be read as an image ({error})") from None
 
 
 def _layout(data: str, reason: str) -> InputError:

@@ -1,4 +1,6 @@
-"""Attention of every head of a Transformed CNN for the query at one pixel, and loading of the user's images."""
+"""Attention of every head of a Transformed CNN for the query at one pixel, and loading of the
+user's images.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +21,8 @@ __all__ = ["maps_of", "open_images"]
 def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Dataset:
     """Return the attention of every head of every GPSA layer for the query at a pixel of the input.
 
-    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut off the maps. Where
-    layers differ in heads or in size, missing entries are NaN.
+    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut
+    off the maps. Where layers differ in heads or in size, missing entries are NaN.
 
     Args:
         model: Model, which is evaluated in eval mode; its modules keep their modes.
@@ -28,16 +30,16 @@ def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Data
         query: Pixel (y, x) of the images.
 
     Returns:
-        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), the attention on padding; ``peak_y``
-        and ``peak_x`` (image, layer, head), the position relative to the query of the key, padding included, with the
-        most attention; ``gate``, ``center_y`` and ``center_x`` (layer, head); ``query_y`` and ``query_x`` (layer), the
-        position of the query in the map.
+        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), the attention on
+        padding; ``peak_y`` and ``peak_x`` (image, layer, head), the position relative to the query
+        of the key, padding included, with the most attention; ``gate``, ``center_y`` and
+        ``center_x`` (layer, head); ``query_y`` and ``query_x`` (layer), the position of the query
+        in the map.
     """
     layers = gpsa_layers(model)
     inputs = _inputs_of(model, layers, images)
     by_layer = [
-        _of_layer(layer, inputs[name], query, images.shape[2:])
-        for name, layer in layers.items()
+        _of_layer(layer, inputs[name], query, images.shape[2:]) for name, layer in layers.items()
     ]
     maps = xr.concat(
         by_layer,
@@ -48,9 +50,7 @@ def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Data
 
 
 @torch.no_grad()
-def _inputs_of(
-    model: nn.Module, layers: dict[str, GPSA], images: Tensor
-) -> dict[str, Tensor]:
+def _inputs_of(model: nn.Module, layers: dict[str, GPSA], images: Tensor) -> dict[str, Tensor]:
     """Return the input of each layer in a forward pass in eval mode."""
     layer_inputs: dict[str, Tensor] = {}
     modes = {module: module.training for module in model.modules()}
@@ -61,24 +61,21 @@ def _inputs_of(
 
         return hook
 
-    handles = [
-        layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()
-    ]
+    handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
     try:
         model.eval()(images.to(next(model.parameters()).device))
     finally:
         for handle in handles:
             handle.remove()
-        # Modes are restored module by module, because frozen parts of a model in training may be in eval mode.
+        # Modes are restored module by module, because frozen parts of a model in training may be in
+        # eval mode.
         for module, training in modes.items():
             module.training = training
     return layer_inputs
 
 
 @torch.no_grad()
-def _of_layer(
-    layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]
-) -> xr.Dataset:
+def _of_layer(layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]) -> xr.Dataset:
     """Return the dataset of :func:`maps_of` for one layer and its input (B, C, H, W)."""
     rows, columns = layer.axes(x.shape[2], x.shape[3])
     # Row and column of the query whose cell of the image contains the pixel.
@@ -96,9 +93,7 @@ def _of_layer(
     peak_x = peak % columns.keys - columns.before - query_x
     maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))
     # Padding is dropped from the maps; the attention on it is what they lack to a sum of 1.
-    maps = maps.narrow(2, rows.before, rows.length).narrow(
-        3, columns.before, columns.length
-    )
+    maps = maps.narrow(2, rows.before, rows.length).narrow(3, columns.before, columns.length)
     heads, of_head = ("image", "head"), ("head",)
     center = layer.center.detach().cpu().double()
     return xr.Dataset(
@@ -123,7 +118,8 @@ def _of_layer(
 
 
 def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
-    """Return the images of files, (B, C, H, W), prepared in the same way as those of the validation set.
+    """Return the images of files, (B, C, H, W), prepared in the same way as those of the validation
+    set.
 
     Raises:
         OSError: A file is missing, or is not an image.

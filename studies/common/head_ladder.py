@@ -1,4 +1,6 @@
-"""Heads replaced rung by rung: orders of heads, changes of the output, and correlations of ranks."""
+"""Heads replaced rung by rung: orders of heads, changes of the output, and correlations of
+ranks.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ Values = NDArray[np.float64]
 
 
 def lost_shares(recording: xr.Dataset) -> xr.Dataset:
-    """Return the parts of each head in nat, and the share of selectivity that each rung loses, ``lost``."""
+    """Return the parts of each head in nat, and the share of selectivity that each rung loses,
+    ``lost``.
+    """
     # Parts may come out slightly negative.
     selectivity, offset, position, key, query_key = (
         recording[name].clip(min=0)
@@ -67,16 +71,15 @@ def lost_shares(recording: xr.Dataset) -> xr.Dataset:
             "position": position,
             "key_content": key,
             "query_key_content": query_key,
-            "lost": xr.concat(list(by_rung.values()), "mode").assign_coords(
-                mode=list(by_rung)
-            ),
+            "lost": xr.concat(list(by_rung.values()), "mode").assign_coords(mode=list(by_rung)),
         }
     ).drop_attrs()
 
 
 @torch.no_grad()
 def attention_deviation(model: nn.Module, images: Tensor) -> xr.DataArray:
-    """Return the standard deviation over images of each attention weight, as a mean over pairs: (layer, head).
+    """Return the standard deviation over images of each attention weight, as a mean over pairs:
+    (layer, head).
 
     DWConv_VFM (2605.22132) chooses the heads to replace by this statistic.
     """
@@ -120,8 +123,9 @@ def curves(
         seed: Seed of the random orders.
 
     Returns:
-        ``change``, relative, and for networks with maps ``correlation`` and ``difference`` (mean absolute), dims (mode,
-        order, seed, fraction, image). The one order of "shares" and "deviation" is at seed 0.
+        ``change``, relative, and for networks with maps ``correlation`` and ``difference`` (mean
+        absolute), dims (mode, order, seed, fraction, image). The one order of "shares" and
+        "deviation" is at seed 0.
     """
     whole = _outputs(network, evaluated)
     runs = [
@@ -143,24 +147,18 @@ def curves(
     shape = [len(values) for values in coords.values()]
     for mode, order, number, fraction in tqdm(runs, "curves", disable=None):
         selection = choose(heads, mode, order, fraction, seed + number)
-        given = (
-            {} if mode in ("uniform", "zero") else {"images": list(fit.split(BATCH))}
-        )
+        given = {} if mode in ("uniform", "zero") else {"images": list(fit.split(BATCH))}
         with tcnn_probe.ablate(network.features, selection, mode, **given):
             measured = _changes(_outputs(network, evaluated), whole)
         for name, values in measured.items():
             table = results.setdefault(
                 name, xr.DataArray(np.full(shape, np.nan), coords, list(coords))
             )
-            table.loc[
-                {"mode": mode, "order": order, "seed": number, "fraction": fraction}
-            ] = values
+            table.loc[{"mode": mode, "order": order, "seed": number, "fraction": fraction}] = values
     return xr.Dataset(results)
 
 
-def choose(
-    heads: xr.Dataset, mode: str, order: str, fraction: float, seed: int
-) -> xr.DataArray:
+def choose(heads: xr.Dataset, mode: str, order: str, fraction: float, seed: int) -> xr.DataArray:
     """Return the heads to replace, a boolean array (layer, head)."""
     draw = np.random.default_rng(seed)
     shares = heads.lost.sel(mode=mode, drop=True)
@@ -186,10 +184,10 @@ def _outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
     return outputs
 
 
-def _changes(
-    outputs: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-) -> dict[str, np.ndarray]:
-    """Return the change of each image's features, and the correlation and mean difference of its map."""
+def _changes(outputs: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the change of each image's features, and the correlation and mean difference of its
+    map.
+    """
     changes = {"change": relative_change(outputs["features"], whole["features"])}
     if "map" in whole:
         maps = [x["map"].flatten(1).double() for x in (outputs, whole)]
@@ -224,9 +222,7 @@ class Correlation:
     heads: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.heads} heads"
-        )
+        return f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.heads} heads"
 
 
 def over_all(values: Values) -> Values:
@@ -272,13 +268,11 @@ def correlation(
     given = np.broadcast_to(shares.transpose("layer", "head").values, numbers.shape)
     unknown = np.isnan(given + numbers)
     first, second = (
-        np.where(unknown, 0, ranks(np.where(unknown, np.nan, x)))
-        for x in (given, numbers)
+        np.where(unknown, 0, ranks(np.where(unknown, np.nan, x))) for x in (given, numbers)
     )
     heads = (~unknown).sum((1, 2), keepdims=True)
     first, second = (
-        np.where(unknown, 0, x - x.sum((1, 2), keepdims=True) / heads)
-        for x in (first, second)
+        np.where(unknown, 0, x - x.sum((1, 2), keepdims=True) / heads) for x in (first, second)
     )
     product = (first * second).sum((1, 2))
     norms = np.sqrt((first**2).sum((1, 2)) * (second**2).sum((1, 2)))

@@ -37,16 +37,18 @@ _ALONE = ("contrast",)
 
 
 def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
-    """Return the heads of each type that the model has, and the empty set; ``types`` has the dims (layer, head)."""
-    return {NOTHING: None} | {
-        kind: types == kind for kind in PAIR if bool((types == kind).any())
-    }
+    """Return the heads of each type that the model has, and the empty set; ``types`` has the dims
+    (layer, head).
+    """
+    return {NOTHING: None} | {kind: types == kind for kind in PAIR if bool((types == kind).any())}
 
 
 def random_heads(
     types: xr.DataArray, draws: int, rng: np.random.Generator
 ) -> dict[str, xr.DataArray | None]:
-    """Return, for each type, ``draws`` sets of as many heads as it has, drawn from all heads of the model."""
+    """Return, for each type, ``draws`` sets of as many heads as it has, drawn from all heads of the
+    model.
+    """
     existing = np.flatnonzero(types.values.ravel() != "")
     sets = {}
     for kind in PAIR:
@@ -55,9 +57,7 @@ def random_heads(
             mask = np.zeros(types.size, bool)
             # Heads are drawn without replacement, so that a set has as many as the type.
             mask[rng.choice(existing, count, replace=False)] = True
-            sets[f"random for {kind}#{draw}"] = types.copy(
-                data=mask.reshape(types.shape)
-            )
+            sets[f"random for {kind}#{draw}"] = types.copy(data=mask.reshape(types.shape))
     return sets
 
 
@@ -75,15 +75,15 @@ def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
 
 
 def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
-    """Return the mean correctness by condition; sets that are not drawn at random have the same value in each draw."""
+    """Return the mean correctness by condition; sets that are not drawn at random have the same
+    value in each draw.
+    """
     # Correctness becomes a number, because it is averaged over severities and seeds.
     corrupted = results.correct.astype(float).mean(["severity", "seed"])
     groups = list(dict.fromkeys(results.group.values.tolist()))
     parts = {CLEAN: results.clean_correct.astype(float)}
     parts |= {
-        group: corrupted.sel(corruption=(results.group == group).values).mean(
-            "corruption"
-        )
+        group: corrupted.sel(corruption=(results.group == group).values).mean("corruption")
         for group in groups
     }
     parts |= {
@@ -92,9 +92,7 @@ def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
         if name in results.corruption
     }
     parts["PGD"] = (
-        results.adversarial_correct.astype(float)
-        .mean("seed")
-        .sel(attack="pgd", drop=True)
+        results.adversarial_correct.astype(float).mean("seed").sel(attack="pgd", drop=True)
     )
     names = xr.DataArray(list(parts), dims="condition", name="condition")
     right = xr.concat([row.reset_coords(drop=True) for row in parts.values()], names)
@@ -103,17 +101,12 @@ def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
         draws.setdefault(name.partition("#")[0], []).append(name)
     draw_count = max(map(len, draws.values()))
     rows = [
-        # A set that is not drawn at random is repeated, so that all sets have the same number of draws.
+        # A set that is not drawn at random is repeated, so that all sets have the same number of
+        # draws.
         right.sel(model=(names * draw_count)[:draw_count]).rename(model="draw")
         for names in draws.values()
     ]
-    labels = xr.DataArray(
-        np.array(list(draws), object), dims="ablation", name="ablation"
-    )
-    means = xr.concat(
-        [row.assign_coords(draw=range(draw_count)) for row in rows], labels
-    )
+    labels = xr.DataArray(np.array(list(draws), object), dims="ablation", name="ablation")
+    means = xr.concat([row.assign_coords(draw=range(draw_count)) for row in rows], labels)
     means.attrs = {"units": "1", "long_name": "right answers"}
-    return xr.Dataset(
-        {"right": means.transpose("ablation", "draw", "condition", "image")}
-    )
+    return xr.Dataset({"right": means.transpose("ablation", "draw", "condition", "image")})

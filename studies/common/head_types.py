@@ -15,5 +15,6 @@ COLORS = {
 }
 
 BY_GATE = {"convolutional": "convolutional", "mixed": "mixed", "content": "low-gate"}
-"""Words for the types of ``by="gate"``. Type "content" then means a gate of at most 1/3: such a head attends little by
-position, which does not tell whether it follows the content of the image."""
+"""Words for the types of ``by="gate"``. Type "content" then means a gate of at most 1/3: such a
+head attends little by position, which does not tell whether it follows the content of the image.
+"""

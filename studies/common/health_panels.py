@@ -1,4 +1,6 @@
-"""Figures of the variables of training health: a healthy training beside an ill one, with the limit and the alarm."""
+"""Figures of the variables of training health: a healthy training beside an ill one, with the limit
+and the alarm.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ ALARM = "#D55E00"
 LIMITS = HealthLimits()
 
 Limit = Callable[[xr.DataArray], xr.DataArray | float]
-"""Function of the values of a layer, (epoch, head) or (epoch,), that returns the limit: a number, or one by epoch."""
+"""Function of the values of a layer, (epoch, head) or (epoch,), that returns the limit: a number,
+or one by epoch.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Picture:
 
     Args:
         label: Name of the variable in the recording, for the y axis.
-        values: Function of a recording that returns the values, (epoch, layer, head) or (epoch, layer).
+        values: Function of a recording that returns the values, (epoch, layer, head) or (epoch,
+            layer).
         limit: Function of the values of a layer that returns the sign's limit.
         is_minimum: Whether values below the limit are the sign, and not those above it.
         scale: Scale of the y axis.
@@ -108,7 +113,9 @@ PICTURES: Mapping[str, Picture] = {
         "token_outliers", lambda ds: ds.token_outliers, lambda _: LIMITS.token_outliers
     ),
 }
-"""Pictures by sign. "logits jump" has no picture, because it is a sign of the same variable as "large logits"."""
+"""Pictures by sign. "logits jump" has no picture, because it is a sign of the same variable as
+"large logits".
+"""
 
 
 @dataclass(frozen=True)
@@ -136,14 +143,13 @@ def find_examples(
     """Return an example of each sign: its first finding in the first ill training that shows it.
 
     Args:
-        trainings: Name and recording of each ill training, and the recording of a healthy one of its architecture.
+        trainings: Name and recording of each ill training, and the recording of a healthy one of
+            its architecture.
     """
     examples: dict[str, Example] = {}
     for name, ill, healthy in trainings:
         # Findings are sorted, so that the example is the earliest finding of its sign.
-        for finding in sorted(
-            tcnn_probe.health(ill), key=lambda finding: finding.since
-        ):
+        for finding in sorted(tcnn_probe.health(ill), key=lambda finding: finding.since):
             if finding.sign in PICTURES and finding.sign not in examples:
                 head = clearest_head(ill, finding)
                 examples[finding.sign] = Example(name, ill, healthy, finding, head)
@@ -151,7 +157,9 @@ def find_examples(
 
 
 def clearest_head(ds: xr.Dataset, finding: Finding) -> int | None:
-    """Return the head of a finding that is furthest beyond the limit at its first epoch; None without heads."""
+    """Return the head of a finding that is furthest beyond the limit at its first epoch; None
+    without heads.
+    """
     if not finding.heads:
         return None
     picture = PICTURES[finding.sign]
@@ -172,7 +180,8 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
     panels = figure.subplots(rows, 4, sharex=True, squeeze=False)
     pairs = panels.reshape(-1, 2)
     for (left, right), (sign, example) in zip(pairs, examples.items(), strict=False):
-        # Both panels have one scale; otherwise an ill training could look as level as a healthy one.
+        # Both panels have one scale; otherwise an ill training could look as level as a healthy
+        # one.
         right.sharey(left)
         draw_training(left, example.healthy, example)
         draw_training(right, example.ill, example)
@@ -191,16 +200,16 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
         panel.set_xlabel("epoch")
     # Dictionaries keep the order of the layers, which colours follow; sets do not.
     layers = {
-        str(layer): None
-        for example in examples.values()
-        for layer in example.ill.layer.values
+        str(layer): None for example in examples.values() for layer in example.ill.layer.values
     }
     add_legend(figure, list(layers))
     return figure
 
 
 def draw_training(panel: Axes, ds: xr.Dataset, example: Example) -> None:
-    """Draw a line for each head or layer in the layer's colour, a thick one for the example, and its limit."""
+    """Draw a line for each head or layer in the layer's colour, a thick one for the example, and
+    its limit.
+    """
     picture = PICTURES[example.finding.sign]
     values = picture.values(ds)
     colors = ordered_colors(ds.sizes["layer"])
@@ -211,9 +220,7 @@ def draw_training(panel: Axes, ds: xr.Dataset, example: Example) -> None:
             panel.plot(ds.epoch, series(values, example), color=color, lw=2)
             limits = picture.limit(of_layer)
     if isinstance(limits, xr.DataArray):
-        of_head = (
-            limits if "head" not in limits.dims else limits.isel(head=example.head)
-        )
+        of_head = limits if "head" not in limits.dims else limits.isel(head=example.head)
         panel.plot(ds.epoch, of_head, color="k", ls="--", lw=1)
     else:
         panel.axhline(limits, color="k", ls="--", lw=1)
@@ -234,7 +241,5 @@ def add_legend(figure: Figure, layers: list[str]) -> None:
         for layer, color in zip(layers, ordered_colors(len(layers)), strict=True)
     ]
     handles.append(Line2D([], [], color="k", ls="--", label="limit"))
-    handles.append(
-        Line2D([], [], color=ALARM, marker="v", label="epoch of the finding")
-    )
+    handles.append(Line2D([], [], color=ALARM, marker="v", label="epoch of the finding"))
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")

@@ -1,4 +1,6 @@
-"""Published images of ImageNet-C from disk, for the study of robustness: decisions, Fig. 3 of the T-CNN paper, mCE."""
+"""Published images of ImageNet-C from disk, for the study of robustness: decisions, Fig. 3 of the
+T-CNN paper, mCE.
+"""
 
 import argparse
 from collections.abc import Mapping
@@ -43,7 +45,9 @@ def measure_imagenet_c(
 
 
 def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
-    """Draw the improvement over a baseline on the published images, by group and by severity (Fig. 3)."""
+    """Draw the improvement over a baseline on the published images, by group and by severity (Fig.
+    3).
+    """
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for panel, by in zip(figure.subplots(1, 2), ("group", "severity"), strict=True):
         tcnn_probe.plot.robustness(results, panel, baseline=baseline, by=by)
@@ -51,19 +55,20 @@ def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
 
 
 def imagenet_c_report(results: xr.Dataset) -> str:
-    """Return the accuracy on ImageNet-C and, if all of it was measured, the mCE relative to AlexNet's."""
+    """Return the accuracy on ImageNet-C and, if all of it was measured, the mCE relative to
+    AlexNet's.
+    """
     # A plain mean is right, as ImageNet-C has the same images in each corruption and severity.
     accuracy = results.accuracy.mean(["corruption", "severity", "seed"])
     names = {*results.corruption.values.tolist()}
-    # The mCE is defined over all corruptions and severities: a mean over a part of them is not comparable.
+    # The mCE is defined over all corruptions and severities: a mean over a part of them is not
+    # comparable.
     complete = names == {*evaluation.CORRUPTIONS} and results.sizes["severity"] == 5
     lines = [f"\nImageNet-C, {results.sizes['image']} images from disk"]
     for model in results.model.values.tolist():
         line = f"{model:<28}{float(accuracy.sel(model=model)):>9.3f}"
         if complete:
-            errors = evaluation.mean_corruption_error(
-                results, evaluation.ALEXNET_ERRORS
-            )
+            errors = evaluation.mean_corruption_error(results, evaluation.ALEXNET_ERRORS)
             mce = 100 * float(errors.mean_corruption_error.sel(model=model))
             line += f"   mCE {mce:.1f} (AlexNet: 100)"
         lines.append(line)

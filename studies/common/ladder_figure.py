@@ -44,18 +44,12 @@ def draw(heads: xr.Dataset, costs: xr.Dataset, curves: xr.Dataset) -> Figure:
             x, y = share.sel(layer=layer), ratio.sel(layer=layer)
             axes[letter].plot(x, y, "o", color=color, ms=4)
         axes[letter].set_ylabel(f"cost({upper}) / cost({lower})")
-    axes["A"].set(
-        xlabel="key content / content", title="single heads, dark: first blocks"
-    )
+    axes["A"].set(xlabel="key content / content", title="single heads, dark: first blocks")
     axes["B"].set(xlabel="content / selectivity", title="single heads")
     top = float(curves.change.mean("image").max())
-    for letter, mode in zip(
-        "CDEF", ("uniform", "convolutional", "static", "salient"), strict=True
-    ):
+    for letter, mode in zip("CDEF", ("uniform", "convolutional", "static", "salient"), strict=True):
         draw_curve(axes[letter], curves.change.sel(mode=mode))
-        axes[letter].set(
-            title=mode, xlabel="share of heads replaced", ylim=(0, 1.05 * top)
-        )
+        axes[letter].set(title=mode, xlabel="share of heads replaced", ylim=(0, 1.05 * top))
     zero = curves.change.sel(mode="zero", order="shares", seed=0).mean("image")
     axes["E"].plot(zero.fraction, zero, ":", color="0.2", label="the same heads zero")
     axes["C"].set_ylabel("relative change of the last patch features")
@@ -75,6 +69,4 @@ def draw_curve(panel: Axes, change: xr.DataArray) -> None:
         low, high = mean_interval(by_image).transpose("bound", ...).values
         panel.fill_between(by_image.fraction, low, high, color=color, alpha=0.2, lw=0)
         mean = np.asarray(by_image.mean("image"))
-        panel.plot(
-            by_image.fraction, mean, "-o", ms=3, color=color, label=LABELS[order]
-        )
+        panel.plot(by_image.fraction, mean, "-o", ms=3, color=color, label=LABELS[order])

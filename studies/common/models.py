@@ -39,7 +39,9 @@ SMALL_RESNETS: dict[str, dict[str, Any]] = {
 
 
 def small_resnet(kind: str = "ResNet") -> nn.Module:
-    """Return a ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
+    """Return a ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last
+    stage.
+    """
     shape = {
         "channels": (8, 16, 32, 32),
         "in_chans": 1,
@@ -54,7 +56,8 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
 
 
 def small_patchconvnet(num_heads: int = 1) -> nn.Module:
-    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels.
+    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4
+    pixels.
 
     Args:
         num_heads: Number of heads of its pooling, a divisor of 32.
@@ -77,7 +80,9 @@ def small_patchconvnet(num_heads: int = 1) -> nn.Module:
 
 
 def small_vit(cnn: nn.Module, size: int) -> nn.Module:
-    """Return a vision transformer of four blocks of three heads, on the features before a small ResNet's last stage."""
+    """Return a vision transformer of four blocks of three heads, on the features before a small
+    ResNet's last stage.
+    """
     # All but the last stage, the pooling and the classifier.
     stages = nn.Sequential(*list(copy.deepcopy(cnn).children())[:-3])
     shape = {
@@ -88,16 +93,15 @@ def small_vit(cnn: nn.Module, size: int) -> nn.Module:
         "depth": 4,
         "num_heads": 3,
     }
-    return VisionTransformer(
-        patch_size=1, embed_layer=partial(HybridEmbed, stages), **shape
-    )
+    return VisionTransformer(patch_size=1, embed_layer=partial(HybridEmbed, stages), **shape)
 
 
 def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Module:
     """Return the timm model that the user named, with an output for each class.
 
-    Pretrained weights keep their classifier if it has as many classes as the images. If all classes are WordNet ids of
-    ImageNet, a classifier of ImageNet keeps their rows. Otherwise the classifier is new, and a line says so.
+    Pretrained weights keep their classifier if it has as many classes as the images. If all classes
+    are WordNet ids of ImageNet, a classifier of ImageNet keeps their rows. Otherwise the classifier
+    is new, and a line says so.
 
     Args:
         args: Command line of the study.
@@ -105,8 +109,8 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
         **options: Options of ``timm.create_model``.
 
     Raises:
-        InputError: ``--num-classes`` is below the number of classes of the images, or rows of the classifier cannot be
-            kept.
+        InputError: ``--num-classes`` is below the number of classes of the images, or rows of the
+            classifier cannot be kept.
         RuntimeError, OSError: timm has no such model, or the weights are missing or do not fit.
     """
     class_count = args.num_classes or len(classes)
@@ -117,35 +121,37 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
     model = pretrained_model(args, **options)
     model_classes = model.num_classes
     rows = (
-        imagenet_rows(classes, timm.data.infer_imagenet_subset(model))
-        if args.pretrained
-        else None
+        imagenet_rows(classes, timm.data.infer_imagenet_subset(model)) if args.pretrained else None
     )
     if rows is not None and class_count == len(classes):
         # A classifier of the same classes in the same order needs no change.
         if rows != list(range(model_classes)):
             _keep_rows(model, rows)
             print(
-                f"the classifier keeps the rows of the {class_count} WordNet ids among its {model_classes} classes"
+                f"the classifier keeps the rows of the {class_count} WordNet ids among its "
+                f"{model_classes} classes"
             )
     elif model_classes != class_count:
         model.reset_classifier(class_count)
         if args.pretrained:
             print(
-                f"the classifier is new: the weights have {model_classes} classes, and the images {class_count}"
+                f"the classifier is new: the weights have {model_classes} classes, and the images "
+                f"{class_count}"
             )
     return model
 
 
 def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
-    """Return the timm model that the user named, with its own classifier, and with weights if asked for.
+    """Return the timm model that the user named, with its own classifier, and with weights if asked
+    for.
 
     Args:
         args: Command line of the study.
         **options: Options of ``timm.create_model``.
 
     Raises:
-        InputError, RuntimeError, OSError: timm has no such model, or the weights are missing or do not fit.
+        InputError, RuntimeError, OSError: timm has no such model, or the weights are missing or do
+            not fit.
     """
     # --pretrained is False, True or the name of a file.
     options["pretrained"] = bool(args.pretrained)
@@ -156,7 +162,9 @@ def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
 
 @torch.no_grad()
 def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
-    """Refuse a model that does not take an image, shape (C, H, W), or does not return a score for each class."""
+    """Refuse a model that does not take an image, shape (C, H, W), or does not return a score for
+    each class.
+    """
     size = " x ".join(map(str, image.shape[1:]))
     try:
         scores = model.eval()(image[None])
@@ -166,7 +174,8 @@ def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
         ) from error
     if scores.shape != (1, classes):
         raise InputError(
-            f"--model: expected a score for each of {classes} classes, got shape {tuple(scores.shape)}"
+            f"--model: expected a score for each of {classes} classes, got shape "
+            f"{tuple(scores.shape)}"
         )
 
 
@@ -180,9 +189,7 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
         weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error
-    layer = getattr(
-        get_pretrained_cfg(name, allow_unregistered=True), "classifier", None
-    )
+    layer = getattr(get_pretrained_cfg(name, allow_unregistered=True), "classifier", None)
     layer = layer if isinstance(layer, str | None) else layer[0]
     if layer is None:  # timm has no such model, as create_model will say
         return {}
@@ -198,7 +205,9 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
 
 
 def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
-    """Return the model for images of a size; timm's CNNs take any size and have no option for it."""
+    """Return the model for images of a size; timm's CNNs take any size and have no option for
+    it.
+    """
     if size is not None:
         try:
             model = timm.create_model(name, img_size=size, **options)
@@ -222,9 +231,7 @@ def _keep_rows(model: nn.Module, rows: list[int]) -> None:
                 f"--model: cannot take rows of the classifier, a {type(layer).__name__}"
             )
         layer.weight = nn.Parameter(layer.weight.detach()[rows])
-        layer.bias = (
-            None if layer.bias is None else nn.Parameter(layer.bias.detach()[rows])
-        )
+        layer.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach()[rows])
         setattr(
             layer,
             "out_features" if isinstance(layer, nn.Linear) else "out_channels",

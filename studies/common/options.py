@@ -56,13 +56,13 @@ def add_data(
     img_size: str,
     many_models: bool = False,
 ) -> None:
-    """Add options for one or several models and the images; texts are the help that differs between studies."""
+    """Add options for one or several models and the images; texts are the help that differs between
+    studies.
+    """
     add = parser.add_argument_group("model and data").add_argument
     add("--model", nargs="+" if many_models else None, help=model)
     # A flag without a value means timm's own weights.
-    number: dict[str, Any] = (
-        {"nargs": "*"} if many_models else {"nargs": "?", "const": True}
-    )
+    number: dict[str, Any] = {"nargs": "*"} if many_models else {"nargs": "?", "const": True}
     add("--pretrained", **number, default=False, metavar="FILE", help=pretrained)
     add(
         "--data",
@@ -88,7 +88,9 @@ def add_data(
 
 
 def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
-    """Add options for ImageNet-C's corruptions; ``severities`` is the study's default, for the help."""
+    """Add options for ImageNet-C's corruptions; ``severities`` is the study's default, for the
+    help.
+    """
     add(
         "--corruptions",
         nargs="+",
@@ -161,9 +163,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue the run in --out, with its options",
     )
-    exclusive.add_argument(
-        "--overwrite", action="store_true", help="delete the run in --out first"
-    )
+    exclusive.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
 
 
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
@@ -176,11 +176,14 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: list[str] | None, study: str
 ) -> argparse.Namespace:
-    """Parse the command line; with ``--resume``, options that are left out take their values from the run."""
+    """Parse the command line; with ``--resume``, options that are left out take their values from
+    the run.
+    """
     args = parser.parse_args(arguments)
     if args.resume:
         saved = saved_options(args.out, study)
-        # This is not an error, so that one command line serves a job that may be killed at any time.
+        # This is not an error, so that one command line serves a job that may be killed at any
+        # time.
         if not saved:
             print(f"there is no run of {study} in {args.out} yet: starting a new one")
         parser.set_defaults(
@@ -191,21 +194,22 @@ def parsed(
     return args
 
 
-def check_data_options(
-    parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> None:
+def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse options for the digits together with the user's own images, and the reverse."""
     # Ignored options would look as if they had an effect.
     if args.data != "digits" and (args.small or args.clutter is not None):
         parser.error(
-            "--small and --clutter are for the digits; with --data, --limit and --epochs make a run short"
+            "--small and --clutter are for the digits; with --data, --limit and --epochs make a "
+            "run short"
         )
     if args.data == "digits" and args.num_classes is not None:
         parser.error("--num-classes goes with --data: there are ten digits")
 
 
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with an error for pretrained weights, or the user's own images, without the name of a model."""
+    """Exit with an error for pretrained weights, or the user's own images, without the name of a
+    model.
+    """
     if args.model is None:
         parser.error(
             "--pretrained and --data need --model, the name of a timm CNN such as resnet50"
@@ -217,9 +221,7 @@ def from_least(minimum: int) -> Callable[[str], int]:
 
     def integer(text: str) -> int:
         if (number := int(text)) < minimum:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer from {minimum}, got {text}"
-            )
+            raise argparse.ArgumentTypeError(f"expected an integer from {minimum}, got {text}")
         return number
 
     return integer

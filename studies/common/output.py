@@ -48,8 +48,8 @@ class RunOutput:
         overwrite: Whether to delete the run that is there first.
 
     Raises:
-        InputError: There is output already and neither ``resume`` nor ``overwrite`` is set, or the run to resume had
-            other options.
+        InputError: There is output already and neither ``resume`` nor ``overwrite`` is set, or the
+            run to resume had other options.
     """
 
     def __init__(
@@ -72,9 +72,7 @@ class RunOutput:
         options_file = self.checkpoints / "options.json"
         # Names of further files are kept on the disk, since another process may overwrite the run.
         self._list = self.checkpoints / "files.json"
-        self._further: list[str] = (
-            json.loads(self._list.read_text()) if self._list.exists() else []
-        )
+        self._further: list[str] = json.loads(self._list.read_text()) if self._list.exists() else []
         paths = (
             self.store,
             self.figure,
@@ -93,14 +91,10 @@ class RunOutput:
             )
         elif resume and options_file.exists():
             before = saved_options(folder, study)
-            fixed = {
-                name: value for name, value in options.items() if name not in later
-            }
+            fixed = {name: value for name, value in options.items() if name not in later}
             # Otherwise checkpoints of one recipe would be continued with another.
             if differing := [
-                f"{k} was {before.get(k)}, is {v}"
-                for k, v in fixed.items()
-                if before.get(k) != v
+                f"{k} was {before.get(k)}, is {v}" for k, v in fixed.items() if before.get(k) != v
             ]:
                 raise InputError(
                     f"--resume: the run in {self.folder} had other options ({'; '.join(differing)})"
@@ -130,9 +124,7 @@ class RunOutput:
             InputError: The folder cannot be used; see the class.
         """
         options = {
-            name: value
-            for name, value in vars(args).items()
-            if name not in (*NOT_SAVED, *unsaved)
+            name: value for name, value in vars(args).items() if name not in (*NOT_SAVED, *unsaved)
         }
         return cls(
             args.out,
@@ -143,14 +135,14 @@ class RunOutput:
             overwrite=args.overwrite,
         )
 
-    def by_seed(
-        self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]
-    ) -> xr.Dataset:
-        """Measure with each seed and return the results along ``seed``; seeds of a killed run are read from disk.
+    def by_seed(self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]) -> xr.Dataset:
+        """Measure with each seed and return the results along ``seed``; seeds of a killed run are
+        read from disk.
 
         Args:
             args: Command line with ``seed``, the first one, and ``seeds``, their number.
-            measure: Function that trains with a seed, and returns a dataset of length 1 along ``seed``.
+            measure: Function that trains with a seed, and returns a dataset of length 1 along
+                ``seed``.
         """
         parts = []
         for seed in range(args.seed, args.seed + args.seeds):
@@ -162,7 +154,9 @@ class RunOutput:
         return xr.concat(parts, "seed", combine_attrs="override")
 
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
-        """Write the numbers with consolidated metadata, without which xarray warns everyone who opens them."""
+        """Write the numbers with consolidated metadata, without which xarray warns everyone who
+        opens them.
+        """
         if isinstance(results, xr.DataTree):
             plain = results.map_over_datasets(_with_plain_text)
         else:
@@ -189,7 +183,9 @@ class RunOutput:
 
 
 def write_whole(dataset: xr.Dataset, path: Path) -> None:
-    """Write a dataset atomically, so that a store of this name is complete even if the run is killed."""
+    """Write a dataset atomically, so that a store of this name is complete even if the run is
+    killed.
+    """
     partial = path.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     _with_plain_text(dataset).to_zarr(partial, consolidated=False)
@@ -197,7 +193,9 @@ def write_whole(dataset: xr.Dataset, path: Path) -> None:
 
 
 def _with_plain_text(dataset: xr.Dataset) -> xr.Dataset:
-    """Return the dataset with strings as objects, which zarr stores without a warning about fixed widths."""
+    """Return the dataset with strings as objects, which zarr stores without a warning about fixed
+    widths.
+    """
     texts = {
         name: variable.astype(object)
         for name, variable in dataset.variables.items()

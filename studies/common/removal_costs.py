@@ -30,13 +30,13 @@ WITHIN = "contrast"
 
 def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
     """Return the accuracy lost by an ablation: (training, draw, condition, image)."""
-    return right.sel(ablation=NOTHING, drop=True) - right.sel(
-        ablation=ablation, drop=True
-    )
+    return right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=ablation, drop=True)
 
 
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
-    """Return, by type, the cost in excess of that of as many random heads: (training, draw, condition, image)."""
+    """Return, by type, the cost in excess of that of as many random heads: (training, draw,
+    condition, image).
+    """
     return {
         # Otherwise a type with more heads would cost more for their number alone.
         kind: costs(right, kind) - costs(right, f"random for {kind}")
@@ -46,23 +46,18 @@ def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
 
 def head_costs(heads: xr.Dataset) -> xr.DataArray:
     """Return the cost of each head by itself: (training, layer, head, draw, condition, image)."""
-    names = [
-        [f"{layer}:{head}" for head in heads["head"].values]
-        for layer in heads.layer.values
-    ]
-    labels = xr.DataArray(
-        names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head")
-    )
+    names = [[f"{layer}:{head}" for head in heads["head"].values] for layer in heads.layer.values]
+    labels = xr.DataArray(names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head"))
     # Heads that a layer lacks become NaN.
     right = heads.right.reindex(ablation=[NOTHING, *labels.values.ravel()])
-    cost = right.sel(ablation=NOTHING, drop=True) - right.sel(
-        ablation=labels
-    ).drop_vars("ablation")
+    cost = right.sel(ablation=NOTHING, drop=True) - right.sel(ablation=labels).drop_vars("ablation")
     return cost.transpose("training", "layer", "head", "draw", "condition", "image")
 
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
-    """Return the mean, and an interval over random draws of heads and over images, for these trainings only."""
+    """Return the mean, and an interval over random draws of heads and over images, for these
+    trainings only.
+    """
     low, high = evaluation.mean_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
 
@@ -87,18 +82,15 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
     # Trainings and images are both samples, so the variances of their means add up.
-    variance = (
-        float(by_training.var(ddof=1)) / count
-        + float(by_image.var(ddof=1)) / by_image.size
-    )
+    variance = float(by_training.var(ddof=1)) / count + float(by_image.var(ddof=1)) / by_image.size
     half = float(student.ppf(0.975, count - 1)) * variance**0.5
     return float(by_training.mean()) - half, float(by_training.mean()) + half
 
 
-def by_side(
-    values: xr.DataArray, above: str, below: str, neither: str
-) -> list[tuple[str, str]]:
-    """Return the conditions whose interval lies above zero, lies below it or contains it, with the words for each."""
+def by_side(values: xr.DataArray, above: str, below: str, neither: str) -> list[tuple[str, str]]:
+    """Return the conditions whose interval lies above zero, lies below it or contains it, with the
+    words for each.
+    """
     conditions: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:
         _, low, high = mean_and_interval(values.sel(condition=condition))

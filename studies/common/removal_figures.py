@@ -1,4 +1,6 @@
-"""Figure of what removed heads cost: bars by type and condition, and a point for each single head."""
+"""Figure of what removed heads cost: bars by type and condition, and a point for each single
+head.
+"""
 
 import matplotlib as mpl
 import numpy as np
@@ -22,7 +24,9 @@ BARS = {
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Draw the costs of types by condition, a row for each mode; and the cost of each head by its gate."""
+    """Draw the costs of types by condition, a row for each mode; and the cost of each head by its
+    gate.
+    """
     right = tree["types"].right.load()
     modes = [str(mode) for mode in right.mode.values]
     figure = Figure(figsize=(11, 1.6 + 3 * len(modes)), layout="constrained")
@@ -42,7 +46,8 @@ def draw(tree: xr.DataTree) -> Figure:
         frameon=False,
     )
     _draw_heads(axes["heads"], tree["heads"].dataset.load())
-    # Six letters are enough for five modes and the heads; zip is not strict, since there may be fewer modes.
+    # Six letters are enough for five modes and the heads; zip is not strict, since there may be
+    # fewer modes.
     for letter, (name, panel) in zip("ABCDEF", axes.items(), strict=False):
         title = f"{name}; lines: 95 % intervals"
         if name == "heads":
@@ -62,9 +67,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
     color = mpl.colors.to_rgba(COLORS[kind], BARS[name])
     panel.bar(x, means, 0.19, color=color, label=label)
-    panel.errorbar(
-        x, means, np.abs(bounds.T - means), fmt="none", ecolor="0.2", elinewidth=0.9
-    )
+    panel.errorbar(x, means, np.abs(bounds.T - means), fmt="none", ecolor="0.2", elinewidth=0.9)
 
 
 def _draw_heads(panel: Axes, heads: xr.Dataset) -> None:
@@ -82,7 +85,5 @@ def _draw_heads(panel: Axes, heads: xr.Dataset) -> None:
             label=f"{kind} ({of_kind.sum()})",
         )
     panel.axhline(0, color="0.3", lw=0.8)
-    panel.set(
-        xlabel=r"gate $\sigma(\lambda)$", ylabel="accuracy lost, mean of conditions"
-    )
+    panel.set(xlabel=r"gate $\sigma(\lambda)$", ylabel="accuracy lost, mean of conditions")
     panel.legend(frameon=False, fontsize=8)

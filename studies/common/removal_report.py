@@ -1,4 +1,6 @@
-"""Printed results of the study of removed heads: a table of costs, and a sentence on what their intervals support."""
+"""Printed results of the study of removed heads: a table of costs, and a sentence on what their
+intervals support.
+"""
 
 import xarray as xr
 
@@ -18,25 +20,24 @@ __all__ = ["sentence", "table"]
 
 
 def table(tree: xr.DataTree) -> str:
-    """Return accuracy, the cost of types and of random heads, and the difference with its interval, by condition."""
+    """Return accuracy, the cost of types and of random heads, and the difference with its interval,
+    by condition.
+    """
     right = tree["types"].right.load()
     heads = tree["heads"].dataset.load()
     types = tree["types"].head_type.load()
     lines = ["heads by type, of each training:"]
     for training in types.training.values:
         of_training = types.sel(training=training)
-        counts = ", ".join(
-            f"{kind} {int((of_training == kind).sum())}" for kind in COLORS
-        )
+        counts = ", ".join(f"{kind} {int((of_training == kind).sum())}" for kind in COLORS)
         lines.append(f"  seed {training}: {counts}")
     for mode in right.mode.values:
         of_mode = right.sel(mode=mode, drop=True)
         for kind, difference in differences(of_mode).items():
+            lines.append(f"\n{MODES[mode]} the {kind} heads: accuracy lost, with 95 % intervals")
             lines.append(
-                f"\n{MODES[mode]} the {kind} heads: accuracy lost, with 95 % intervals"
-            )
-            lines.append(
-                f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}"
+                f"  {'':<10}{'accuracy':>9}  "
+                f"{'these heads':<25}{'as many at random':<25}{'difference':<25}"
             )
             columns = [
                 costs(of_mode, kind),
@@ -54,16 +55,14 @@ def table(tree: xr.DataTree) -> str:
     # Single heads are too many for a row each.
     cost = head_costs(heads)
     lines.append(
-        f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type"
+        f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a "
+        "type"
     )
     lines.append(f"  {'':<10}" + "".join(f"{kind:<25}" for kind in PAIR))
-    by_kind = [
-        cost.where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR
-    ]
+    by_kind = [cost.where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR]
     for condition in cost.condition.values:
         cells = "".join(
-            f"{interval_in_words(mean.sel(condition=condition)):<25}"
-            for mean in by_kind
+            f"{interval_in_words(mean.sel(condition=condition)):<25}" for mean in by_kind
         )
         lines.append(f"  {condition:<10}{cells}")
     return "\n".join(lines)
@@ -94,7 +93,8 @@ def _sentence(right: xr.DataArray, words: str) -> str:
         "; ".join(map(" ".join, sides)) for sides in (beside_random, beside_clean)
     )
     conditions = [str(name) for name in right.condition.values]
-    # Only the spread between these trainings says something about other trainings; the images alone say nothing.
+    # Only the spread between these trainings says something about other trainings; the images alone
+    # say nothing.
     significant = [
         name
         for name in conditions
@@ -106,16 +106,14 @@ def _sentence(right: xr.DataArray, words: str) -> str:
         if significant
         else "no difference on any condition"
     )
-    verdict = (
-        f"t intervals support {finding}"
-        if count > 1
-        else "one training gives no interval"
-    )
+    verdict = f"t intervals support {finding}" if count > 1 else "one training gives no interval"
     trainings = f"In these {count} trainings" if count > 1 else "In one training"
-    sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
+    sizes = (
+        f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
+    )
     return (
-        f"\n{trainings} of one CNN, {words} the content heads costs, compared with as many random heads: "
-        f"{cost_beside_random}. "
-        f"Compared with clean images, that difference is: {cost_beside_clean}. (95 % intervals over {sizes}, not "
-        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {verdict}."
+        f"\n{trainings} of one CNN, {words} the content heads costs, compared with as many random "
+        f"heads: {cost_beside_random}. Compared with clean images, that difference is: "
+        f"{cost_beside_clean}. (95 % intervals over {sizes}, not corrected for looking at "
+        f"{len(conditions)} conditions.) For other trainings, {verdict}."
     )

@@ -12,7 +12,9 @@ __all__ = ["ResNet20", "Tail", "Trunk", "load_weights"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut without parameters ("option A"): strided pixels, channels of zeros."""
+    """Two 3 x 3 convolutions and a shortcut without parameters ("option A"): strided pixels,
+    channels of zeros.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -21,13 +23,15 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.stride = stride
-        # Option A has no parameters for the new channels of a stage's first block, so they begin as zeros.
+        # Option A has no parameters for the new channels of a stage's first block, so they begin as
+        # zeros.
         self.new_channels = channels - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, H, W) to (B, C, H / stride, W / stride)."""
         residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        # Half of the zeros come before the channels and half after, as in the network of the published weights.
+        # Half of the zeros come before the channels and half after, as in the network of the
+        # published weights.
         before = self.new_channels // 2
         shortcut = F.pad(
             x[:, :, :: self.stride, :: self.stride],
@@ -80,7 +84,8 @@ class Trunk(nn.Module):
 
 
 class Tail(nn.Module):
-    """The last blocks of a ResNet-20 and its classifier: feature maps of :class:`Trunk` -> scores (B, classes).
+    """The last blocks of a ResNet-20 and its classifier: feature maps of :class:`Trunk` -> scores
+    (B, classes).
 
     Args:
         model: Network that the modules are taken from.
@@ -122,6 +127,4 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
 def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequential:
     # Only the first block of a stage strides and widens.
     first = BasicBlock(channels_in, channels, stride)
-    return nn.Sequential(
-        first, *(BasicBlock(channels, channels, 1) for _ in range(blocks - 1))
-    )
+    return nn.Sequential(first, *(BasicBlock(channels, channels, 1) for _ in range(blocks - 1)))

@@ -43,14 +43,14 @@ def in_words(method: str) -> str:
 
 
 def draw_faithfulness(tree: xr.DataTree) -> Figure:
-    """Draw a column for each model, a row for each measure: means over images by epoch with 95 % intervals."""
+    """Draw a column for each model, a row for each measure: means over images by epoch with 95 %
+    intervals.
+    """
     runs = list(tree.children.items())
     measures = [name for name in MEASURES if name in runs[0][1]]
     size = max(6.4, 3.1 * len(runs) + 0.6), 2.1 * len(measures) + 1.1
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(
-        len(measures), len(runs), squeeze=False, sharey="row", sharex="col"
-    )
+    axes = figure.subplots(len(measures), len(runs), squeeze=False, sharey="row", sharex="col")
     for column, (name, node) in enumerate(runs):
         scores = node.dataset
         for row, measure in enumerate(measures):
@@ -71,28 +71,23 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
                     "tolerance", 0
                 )
                 panel.set_ylabel(MEASURES[measure].format(f"{tolerance:g}"))
-        axes[0, column].set_title(
-            f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10
-        )
+        axes[0, column].set_title(f"{name}\naccuracy {float(scores.top1[-1]):.3f}", fontsize=10)
         axes[-1, column].set_xlabel("epoch")
         axes[-1, column].set_xticks(scores.epoch.values)
-    methods = [
-        m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)
-    ]
+    methods = [m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)]
     handles = [
-        Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2)
-        for m in methods
+        Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2) for m in methods
     ]
     title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % intervals"
     labels = [in_words(method) for method in methods]
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title
-    )
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title)
     return figure
 
 
 def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
-    """Draw a method's measure by epoch; ``place`` is its distance from the middle method, in bars."""
+    """Draw a method's measure by epoch; ``place`` is its distance from the middle method, in
+    bars.
+    """
     epochs = values.epoch.values
     mean = values.mean("image").values
     if method == "chance":
@@ -103,8 +98,8 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
     interval = evaluation.mean_interval(values).transpose(..., "epoch").values
-    # Methods are drawn side by side, so that their bars do not hide each other: 0.06 epochs apart if the axis spans up
-    # to four epochs, and in proportion if it spans more.
+    # Methods are drawn side by side, so that their bars do not hide each other: 0.06 epochs apart
+    # if the axis spans up to four epochs, and in proportion if it spans more.
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
     panel.errorbar(
         epochs + aside,
@@ -119,19 +114,17 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
 
 
 def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
-    """Draw images beside the saliency maps of the trained models, such as class attention and Grad-CAM (Fig. 1)."""
+    """Draw images beside the saliency maps of the trained models, such as class attention and
+    Grad-CAM (Fig. 1).
+    """
     columns = list(_columns(tree))
-    figure = Figure(
-        figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained"
-    )
+    figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
         # Photographs with boxes have no labels but the model's.
         source = "truth" if probed.numbers else "model"
-        axes[row, 0].set_ylabel(
-            f"{source}: {_short(probed.classes[int(probed.labels[row])])}"
-        )
+        axes[row, 0].set_ylabel(f"{source}: {_short(probed.classes[int(probed.labels[row])])}")
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row), probed, row)
             if row == 0:
@@ -147,9 +140,7 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
         last = node.dataset.saliency.isel(epoch=-1)
         methods = [m for m in last.attribution.values if m != "chance"]
         if len(tree.children) > 1:
-            methods = [
-                m for m in ("gradcam", "class_attention") if m in methods
-            ] or methods[:1]
+            methods = [m for m in ("gradcam", "class_attention") if m in methods] or methods[:1]
         for method in methods:
             yield (
                 "\n".join([*name.split(", "), in_words(method)]),
@@ -157,20 +148,14 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
             )
 
 
-def draw_by_class(
-    recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int
-) -> Figure:
-    """Draw images, and the attention of the class tokens of their three most probable classes (Fig. 2)."""
-    nodes = [
-        node.dataset
-        for node in recording.subtree
-        if "attention_by_class" in node.dataset
-    ]
+def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int) -> Figure:
+    """Draw images, and the attention of the class tokens of their three most probable classes (Fig.
+    2).
+    """
+    nodes = [node.dataset for node in recording.subtree if "attention_by_class" in node.dataset]
     last = nodes[0].isel(epoch=-1, layer=0).load()
     ranks = last.sizes["class"]
-    figure = Figure(
-        figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained"
-    )
+    figure = Figure(figsize=(1.75 * (1 + ranks) + 0.4, 1.95 * count + 0.6), layout="constrained")
     axes = figure.subplots(count, 1 + ranks, squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
@@ -180,13 +165,9 @@ def draw_by_class(
         for rank in range(ranks):
             number = int(last.class_index[row, rank])
             share = float(scores.probability.isel(epoch=-1, image=row)[number])
-            name = (
-                probed.classes[number] if number < len(probed.classes) else str(number)
-            )
+            name = probed.classes[number] if number < len(probed.classes) else str(number)
             _map(axes[row, 1 + rank], last.attention_by_class[row, rank], probed, row)
-            axes[row, 1 + rank].set_title(
-                f"{_short(name)} ({100 * share:.1f} %)", fontsize=9
-            )
+            axes[row, 1 + rank].set_title(f"{_short(name)} ({100 * share:.1f} %)", fontsize=9)
     figure.supxlabel(_legend(probed), fontsize=9)
     return figure
 
@@ -204,17 +185,13 @@ def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
     batch = slice(index, index + 1)
     masks = None if probed.masks is None else probed.masks[batch]
     # The map is opaque, because neither map nor image can be read if they are blended.
-    tcnn_probe.plot.saliency_overlay(
-        values, probed.images[batch], panel, masks=masks, alpha=1
-    )
+    tcnn_probe.plot.saliency_overlay(values, probed.images[batch], panel, masks=masks, alpha=1)
 
 
 def _legend(probed: Probed) -> str:
     # The outline is explained on a line of its own, because a figure of few columns is narrow.
     outline = "\nwhite: outline of the object" if probed.masks is not None else ""
-    return (
-        f"each map from its smallest (dark blue) to its largest value (yellow){outline}"
-    )
+    return f"each map from its smallest (dark blue) to its largest value (yellow){outline}"
 
 
 def _short(name: str) -> str:

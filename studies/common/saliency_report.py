@@ -11,7 +11,9 @@ SINGLE = "PatchConvNet"
 
 
 def report(tree: xr.DataTree, tolerance: float) -> str:
-    """Return accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
+    """Return accuracy and every measure at the end, by model and method, with 95 % intervals over
+    images.
+    """
     columns = {
         "pointing_game": f"pointing ({tolerance:g} px)",
         "pointing_game_exact": "pointing (0 px)",
@@ -23,12 +25,8 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
         measures = [measure for measure in columns if measure in last]
-        lines.append(
-            f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}"
-        )
-        lines.append(
-            f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures)
-        )
+        lines.append(f"\n{name}: accuracy {float(last.top1):.3f} after epoch {int(last.epoch)}")
+        lines.append(f"{'':21}" + "".join(f"{columns[measure]:>20}" for measure in measures))
         for method in last.attribution.values:
             cells = []
             for measure in measures:
@@ -42,7 +40,8 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
     # Without masks or boxes the place of the object is not known.
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(
-            f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it"
+            f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of "
+            "it"
         )
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
@@ -50,9 +49,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
             last.attribution.values
         ):
             for measure in ("pointing_game", "pointing_game_exact"):
-                lines += [
-                    f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"
-                ]
+                lines += [f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"]
     for name, node in tree.children.items():
         if name.startswith(SINGLE) and name.endswith("heads"):
             single = tree[SINGLE].dataset.isel(epoch=-1)
@@ -66,7 +63,8 @@ def several_heads(number: int) -> str:
 
 
 def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list[str]:
-    """Return sentences that compare the class attention of one head with that of several, image by image.
+    """Return sentences that compare the class attention of one head with that of several, image by
+    image.
 
     Insertion depends on the model, so that each model's gain over a map of chance is compared.
     """
@@ -83,7 +81,8 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
         for scores in (single, multiple):
             of_attention = scores[measure].sel(attribution="class_attention")
             chance = scores[measure].sel(attribution="chance")
-            # Pointing and energy depend on the map and the object alone, insertion also on the scores of the model.
+            # Pointing and energy depend on the map and the object alone, insertion also on the
+            # scores of the model.
             values.append(of_attention - chance * (measure == "insertion_auc"))
         difference = values[0] - values[1]
         low, high = evaluation.mean_interval(difference).values
@@ -96,7 +95,9 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
-    """Return a sentence that compares the hits of class attention with those of Grad-CAM, image by image."""
+    """Return a sentence that compares the hits of class attention with those of Grad-CAM, image by
+    image.
+    """
     attention_hits, gradcam_hits = (
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")
     )
@@ -107,6 +108,7 @@ def beside_gradcam(hits: xr.DataArray) -> str:
         (low, high), "is ahead", "is behind", "and Grad-CAM are not distinguishable"
     )
     return (
-        f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM {float(gradcam_hits.mean()):.2f}, "
-        f"difference {float(difference.mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
+        f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM "
+        f"{float(gradcam_hits.mean()):.2f}, difference {float(difference.mean()):+.2f} "
+        f"[{low:+.2f}, {high:+.2f}]: class attention {verdict}"
     )

@@ -1,4 +1,6 @@
-"""Saliency maps of every method for the probed images of a study, and scores of their faithfulness."""
+"""Saliency maps of every method for the probed images of a study, and scores of their
+faithfulness.
+"""
 
 import argparse
 import copy
@@ -33,7 +35,9 @@ MASK_MEASURES = ("pointing_game", "energy_inside")
 
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
-    """Return the methods that work for this model: class attention, for instance, needs a class token."""
+    """Return the methods that work for this model: class attention, for instance, needs a class
+    token.
+    """
     usable, side = [], image.shape[-1] // 2
     # The options are as coarse as can be, since only a refusal matters.
     quick: Any = {
@@ -99,10 +103,9 @@ def score(
     return scores
 
 
-def on_object(
-    attention: xr.DataArray, masks: Tensor
-) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the share of attention that falls on the object, (image, layer, head), and that of uniform attention.
+def on_object(attention: xr.DataArray, masks: Tensor) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return the share of attention that falls on the object, (image, layer, head), and that of
+    uniform attention.
 
     Shares are of the attention to patches; that of a patch is spread evenly over its pixels.
 
@@ -141,9 +144,12 @@ def _method_options(
 def _with_chance(
     scores: xr.Dataset, model: nn.Module, probed: Probed, args: argparse.Namespace
 ) -> xr.Dataset:
-    """Return the scores with those of a map that is the same everywhere, which has every measure at chance."""
+    """Return the scores with those of a map that is the same everywhere, which has every measure at
+    chance.
+    """
     images, labels, masks = probed.images, probed.labels, probed.masks
-    # tcnn_probe.faithfulness does not score constant maps, because a method that gives one has failed.
+    # tcnn_probe.faithfulness does not score constant maps, because a method that gives one has
+    # failed.
     flat = torch.zeros(len(images), *images.shape[2:])
     unrecorded = copy.deepcopy(model).eval()
     options = {"steps": args.steps, "batch_size": args.batch_size}

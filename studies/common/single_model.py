@@ -1,4 +1,6 @@
-"""Studies of one architecture: a small model that is trained on the digits, or a timm model with its weights."""
+"""Studies of one architecture: a small model that is trained on the digits, or a timm model with
+its weights.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -40,14 +42,16 @@ def parse_single(
     size: int = 64,
     images: bool = True,
 ) -> argparse.Namespace:
-    """Parse the command line of a study: options for the model, its images, the training and the output.
+    """Parse the command line of a study: options for the model, its images, the training and the
+    output.
 
     Args:
         parser: Parser with the study's own options.
         arguments: Arguments of the command line; None for those that the user typed.
         study: Name of the study.
         example: Name of a timm model, for the help.
-        lr, epochs: Default peak learning rate and number of epochs for the training of the small model.
+        lr, epochs: Default peak learning rate and number of epochs for the training of the small
+            model.
         small_epochs: Number of epochs with ``--small``.
         size: Default height and width of the scenes.
         images: Whether a trained model needs images of the user.
@@ -55,12 +59,11 @@ def parse_single(
     add = parser.add_argument_group("model and images").add_argument
     add(
         "--model",
-        help=f"timm name of a model with weights, such as {example} (default: a small model is trained)",
+        help=f"timm name of a model with weights, such as {example} (default: a small model is "
+        "trained)",
     )
     help_ = "the weights of --model: timm's, or those in FILE; nothing is trained"
-    add(
-        "--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=help_
-    )
+    add("--pretrained", nargs="?", const=True, default=False, metavar="FILE", help=help_)
     if images:
         add(
             "--image",
@@ -100,9 +103,7 @@ def parse_single(
     args = parsed(parser, arguments, study)
     # Maps of random weights show nothing.
     if bool(args.model) != bool(args.pretrained):
-        parser.error(
-            "--model and --pretrained belong together: no timm model is trained here"
-        )
+        parser.error("--model and --pretrained belong together: no timm model is trained here")
     # The digits have images of their own.
     if images and bool(args.model) != bool(args.image):
         parser.error(
@@ -162,7 +163,9 @@ class SingleModel:
         return probed_images(self.loaders[1].dataset, count)
 
     def learned(self, name: str, accuracy: float) -> bool:
-        """Return whether a model beats chance on the digits, or was not trained here; print a line if it does not."""
+        """Return whether a model beats chance on the digits, or was not trained here; print a line
+        if it does not.
+        """
         if self.loaders is None:
             return True
         dataset = self.loaders[1].dataset
@@ -176,13 +179,15 @@ def begin_single(
     *,
     before: Callable[[nn.Module], Any] = lambda model: None,
 ) -> SingleModel:
-    """Load the model and its images and open the output folder, or refuse before anything is trained or written.
+    """Load the model and its images and open the output folder, or refuse before anything is
+    trained or written.
 
     Args:
         study: Name of the study.
         args: Command line of the study, settled.
         small_model: Function that builds the small model for scenes of a height and width.
-        before: Function of the model, called before anything is written; its ValueErrors are refusals.
+        before: Function of the model, called before anything is written; its ValueErrors are
+            refusals.
 
     Raises:
         InputError: The model, its images or the output folder cannot be used; the message says why.
@@ -194,11 +199,10 @@ def begin_single(
         if args.model:
             # A trained model is examined as it classifies, in eval mode.
             model = pretrained_model(args).eval()
-            images = (
-                as_images(args.image, model) if getattr(args, "image", None) else None
-            )
+            images = as_images(args.image, model) if getattr(args, "image", None) else None
         else:
-            # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
+            # More threads speed up so small a model little, and slow it down tenfold on a shared
+            # machine.
             torch.set_num_threads(1)
             sizes = {
                 "size": args.img_size,

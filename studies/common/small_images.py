@@ -1,4 +1,6 @@
-"""Small photographs, such as CIFAR-10's, decoded once; their crops and flips for training are numbered views."""
+"""Small photographs, such as CIFAR-10's, decoded once; their crops and flips for training are
+numbered views.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet, with which the published weights were trained."""
 
 _BORDER = 4
-"""Width of the border of zeros around an image from which crops are taken (He et al. 2016, Sec. 4.2)."""
+"""Width of the border of zeros around an image from which crops are taken (He et al. 2016, Sec.
+4.2).
+"""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,9 @@ class SmallImages:
         return SmallImages(self.pixels[rows], self.labels[rows])
 
 
-def decoded(
-    folder: str, cache: Path, limit: int | None = None
-) -> tuple[SmallImages, SmallImages]:
-    """Return training and test images of a folder with train/ and val/, decoded once and kept in ``cache``.
+def decoded(folder: str, cache: Path, limit: int | None = None) -> tuple[SmallImages, SmallImages]:
+    """Return training and test images of a folder with train/ and val/, decoded once and kept in
+    ``cache``.
 
     Args:
         folder: Folder of images.
@@ -73,21 +76,20 @@ def decoded(
     return parts[0], parts[1]
 
 
-def split(
-    images: SmallImages, held_out: int, seed: int = 0
-) -> tuple[SmallImages, SmallImages]:
-    """Split off held-out images, for choices that must not depend on test images; return the rest and these."""
+def split(images: SmallImages, held_out: int, seed: int = 0) -> tuple[SmallImages, SmallImages]:
+    """Split off held-out images, for choices that must not depend on test images; return the rest
+    and these.
+    """
     # Files are sorted by class.
     order = np.random.default_rng(seed).permutation(len(images))
-    return images.part(np.sort(order[held_out:])), images.part(
-        np.sort(order[:held_out])
-    )
+    return images.part(np.sort(order[held_out:])), images.part(np.sort(order[:held_out]))
 
 
 def views(
     images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0
 ) -> NDArray[np.uint8]:
-    """Return random crops of images with a border of 4 zeros, at the size of the images, half of them flipped.
+    """Return random crops of images with a border of 4 zeros, at the size of the images, half of
+    them flipped.
 
     View v of image i is always the same, so that its features can be cached.
 
@@ -101,14 +103,13 @@ def views(
         Pixels, shape (B, H, W, 3).
     """
     height, width = images.pixels.shape[1:3]
-    moves = np.stack(
-        [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
-    )[view, rows]
+    moves = np.stack([_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)])[
+        view, rows
+    ]
     crops = np.zeros((len(rows), height, width, 3), np.uint8)
-    # Only the images of this batch are padded: a padded copy of all 32 x 32 images would take 1.6 times their memory.
-    padded = np.pad(
-        images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
-    )
+    # Only the images of this batch are padded: a padded copy of all 32 x 32 images would take 1.6
+    # times their memory.
+    padded = np.pad(images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0)))
     for number, (top, left, flip) in enumerate(moves):
         crop = padded[number, top : top + height, left : left + width]
         crops[number] = crop[:, ::-1] if flip else crop
@@ -116,7 +117,9 @@ def views(
 
 
 def normalized(pixels: NDArray[np.uint8]) -> Tensor:
-    """Convert uint8 pixels (B, H, W, 3) to the network's input, (B, 3, H, W) in float32, channels last in memory."""
+    """Convert uint8 pixels (B, H, W, 3) to the network's input, (B, 3, H, W) in float32, channels
+    last in memory.
+    """
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     # Convolutions on the CPU are faster in this layout.

@@ -1,4 +1,6 @@
-"""Trainings on small photographs: the CNN's fine-tuning, and a schedule and image order that all arms share."""
+"""Trainings on small photographs: the CNN's fine-tuning, and a schedule and image order that all
+arms share.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -24,7 +26,9 @@ WARMUP = 0.05
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the learning rate of a step as a share of the peak: a linear warm-up, then a cosine to zero."""
+    """Return the learning rate of a step as a share of the peak: a linear warm-up, then a cosine to
+    zero.
+    """
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -34,7 +38,8 @@ def rate_factor(step: int, steps: int) -> float:
 def order_of_images(
     count: int, steps: int, batch_size: int, seed: int
 ) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yield rows and views of the images of each step: a permutation per epoch, and view e in epoch e.
+    """Yield rows and views of the images of each step: a permutation per epoch, and view e in epoch
+    e.
 
     Args:
         count: Number of images.
@@ -67,17 +72,15 @@ def fine_tune_cnn(
     amp: bool,
     report: Callable[[int, float], None],
 ) -> None:
-    """Fine-tune the CNN in place with AdamW; ``report`` takes each epoch's number and accuracy on held-out images."""
+    """Fine-tune the CNN in place with AdamW; ``report`` takes each epoch's number and accuracy on
+    held-out images.
+    """
     # Convolutions on the CPU are faster in this layout.
     model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, weight_decay=weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
     steps_per_epoch = max(1, len(images) // batch_size)
     steps = epochs * steps_per_epoch
-    for step, (rows, view) in enumerate(
-        order_of_images(len(images), steps, batch_size, seed=0)
-    ):
+    for step, (rows, view) in enumerate(order_of_images(len(images), steps, batch_size, seed=0)):
         model.train()
         optimizer.param_groups[0]["lr"] = lr * rate_factor(step, steps)
         pixels = normalized(views(images, rows, view))
@@ -86,9 +89,7 @@ def fine_tune_cnn(
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)
         # The loss is computed in float32, because that of bfloat16 scores has three digits.
-        F.cross_entropy(
-            scores.float(), labels, label_smoothing=LABEL_SMOOTHING
-        ).backward()
+        F.cross_entropy(scores.float(), labels, label_smoothing=LABEL_SMOOTHING).backward()
         optimizer.step()
         if (step + 1) % steps_per_epoch == 0:
             report((step + 1) // steps_per_epoch, accuracy(model, held_out))

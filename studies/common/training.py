@@ -26,14 +26,16 @@ def begin(
     later: tuple[str, ...] = (),
     before: Callable[[nn.Module], Any] = lambda cnn: None,
 ) -> "Study":
-    """Load the CNN and the data and open the output folder, or refuse before anything is trained or written.
+    """Load the CNN and the data and open the output folder, or refuse before anything is trained or
+    written.
 
     Args:
         name: Name of the study.
         args: Command line of the study, settled.
         stages: Number of trainings to come, for the progress bars.
         later: Options that do not affect training, and so may change when a run is resumed.
-        before: Function of the CNN, called before anything is written; its ValueErrors and OSErrors are refusals.
+        before: Function of the CNN, called before anything is written; its ValueErrors and OSErrors
+            are refusals.
 
     Raises:
         InputError: The CNN, the data or the output folder cannot be used; the message says why.
@@ -57,7 +59,8 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
         clutter=args.clutter,
     )
     if args.model is None:
-        # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
+        # More threads speed up so small a model little, and slow it down tenfold on a shared
+        # machine.
         torch.set_num_threads(1)
         return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]
@@ -89,7 +92,8 @@ class Study:
     loaders: Loaders
     output: RunOutput
     stages: int
-    # Shared by the copies of a study with another CNN or other data, so that all its trainings are numbered in a row.
+    # Shared by the copies of a study with another CNN or other data, so that all its trainings are
+    # numbered in a row.
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -103,22 +107,23 @@ class Study:
         return chance(self.validation)
 
     def with_cnn(self, args: argparse.Namespace) -> "Study":
-        """Return the study with the CNN and the data of another command line; raise as :func:`begin` does."""
+        """Return the study with the CNN and the data of another command line; raise as
+        :func:`begin` does.
+        """
         with refused(ValueError, RuntimeError, OSError):
             cnn, loaders = _convertible_cnn_and_data(args)
         return replace(self, args=args, cnn=cnn, loaders=loaders)
 
-    def train_cnn(
-        self, file: str = "cnn", title: str = "training the CNN"
-    ) -> list[EpochResult]:
+    def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
         """Train the CNN to the end; see :meth:`cnn_epochs`."""
         return list(self.cnn_epochs(file, title))
 
     def cnn_epochs(self, file: str, title: str) -> Iterator[EpochResult]:
         """Train the CNN and yield after each epoch; a CNN that came with weights is left as it is.
 
-        The optimizer is SGD with momentum, as in the T-CNN paper (Sec. 5), and AdamW on the digits: in 15 epochs AdamW
-        reached an accuracy of 0.89, and SGD 0.26 at a learning rate of 0.1 and 0.20 at 0.05 (one run each).
+        The optimizer is SGD with momentum, as in the T-CNN paper (Sec. 5), and AdamW on the digits:
+        in 15 epochs AdamW reached an accuracy of 0.89, and SGD 0.26 at a learning rate of 0.1 and
+        0.20 at 0.05 (one run each).
         """
         if self.args.pretrained:
             next(self._numbers)  # the number of stages includes this training
@@ -142,14 +147,16 @@ class Study:
         seed: int | None = None,
         **changes: Any,
     ) -> Iterator[EpochResult]:
-        """Fine-tune a model in place with the recipe of the command line; see :func:`tcnn_model.finetune`.
+        """Fine-tune a model in place with the recipe of the command line; see
+        :func:`tcnn_model.finetune`.
 
         Args:
             model: CNN, or a model that was converted from it.
             file: Name of the checkpoint, from which a killed run resumes.
             title: Title of the progress bar.
             seed: Seed of the training; None for ``--seed``.
-            **changes: Options of the recipe to change, such as ``epochs``, where a study compares recipes.
+            **changes: Options of the recipe to change, such as ``epochs``, where a study compares
+                recipes.
         """
         args = self.args
         qk_lr = args.qk_lr
@@ -187,7 +194,9 @@ class Study:
 
 
 def _convertible_cnn_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
-    """Return the CNN of the seed and its data; raise now, not after hours, if the CNN cannot be made a T-CNN."""
+    """Return the CNN of the seed and its data; raise now, not after hours, if the CNN cannot be
+    made a T-CNN.
+    """
     torch.manual_seed(args.seed)
     cnn, loaders = model_and_data(args)
     reparameterize(cnn.to(args.device))

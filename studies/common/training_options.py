@@ -1,4 +1,6 @@
-"""Command line of the studies that train a CNN and its T-CNN: options of the recipe, and their defaults."""
+"""Command line of the studies that train a CNN and its T-CNN: options of the recipe, and their
+defaults.
+"""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -20,9 +22,7 @@ PAPER_BATCH = 1024
 """Batch size for which the paper's learning rates are 1e-4 and 0.1."""
 
 
-def add_training(
-    parser: argparse.ArgumentParser, *, small: str, models_help: str = ""
-) -> None:
+def add_training(parser: argparse.ArgumentParser, *, small: str, models_help: str = "") -> None:
     """Add options for the model, the data and the training.
 
     Args:
@@ -47,7 +47,8 @@ def add_training(
     add(
         "--cnn-epochs",
         type=from_least(1),
-        help="epochs of training the CNN first, unless --pretrained (default: 15; --epochs for --data)",
+        help="epochs of training the CNN first, unless --pretrained (default: 15; --epochs for "
+        "--data)",
     )
     add(
         "--batch-size",
@@ -57,19 +58,24 @@ def add_training(
     add(
         "--lr",
         type=positive_number,
-        help="rate of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller)",
+        help="rate of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of "
+        "1024, less for smaller)",
     )
     add(
         "--cnn-lr",
         type=positive_number,
         help="rate of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)",
     )
-    qk_lr = "rate of queries and keys (default: --lr; for --data the rate whose sum over all steps is the paper's, 3.1)"
+    qk_lr = (
+        "rate of queries and keys (default: --lr; for --data the rate whose sum over all steps "
+        "is the paper's, 3.1)"
+    )
     add("--qk-lr", type=positive_number, help=qk_lr)
     add(
         "--gating-lr",
         type=positive_number,
-        help="rate of the gates (default: 0.1; for --data the paper's, which depends on the batch as --lr does)",
+        help="rate of the gates (default: 0.1; for --data the paper's, which depends on the batch "
+        "as --lr does)",
     )
     add(
         "--gating-min-lr",
@@ -86,17 +92,21 @@ def add_training(
 
 
 def add_augment(add: Callable[..., Any]) -> None:
-    """Add the option for the augmentation of photographs; its default is set in :func:`settle_augment`."""
+    """Add the option for the augmentation of photographs; its default is set in
+    :func:`settle_augment`.
+    """
     add(
         "--augment",
         choices=("papers", "light"),
-        help="augmentation of --data: papers (default), or light, without mixup, CutMix and repeated views, for short "
-        "trainings",
+        help="augmentation of --data: papers (default), or light, without mixup, CutMix and "
+        "repeated views, for short trainings",
     )
 
 
 def settle_augment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse ``--augment`` for the digits, which are not augmented, and set its default for photographs."""
+    """Refuse ``--augment`` for the digits, which are not augmented, and set its default for
+    photographs.
+    """
     if args.data == "digits" and args.augment:
         parser.error("--augment goes with --data: the digits are drawn, not augmented")
     if args.data != "digits":
@@ -131,7 +141,8 @@ def settle(
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
     # Some studies need easier scenes or longer trainings to see what they stand for.
     defaults |= digits or {}
-    # Seconds instead of minutes are enough to see that everything works and, in most runs, the effect.
+    # Seconds instead of minutes are enough to see that everything works and, in most runs, the
+    # effect.
     if args.small:
         defaults |= {
             "img_size": 32,

@@ -1,7 +1,9 @@
-"""The convolution that a module computes: its filters, bias, stride and padding, taken from its call of ``conv2d``.
+"""The convolution that a module computes: its filters, bias, stride and padding, taken from its
+call of ``conv2d``.
 
-Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with their own forward method. Rather than
-repeating their formulas, we run this method and take the arguments that it passes to ``conv2d``.
+Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with their own forward
+method. Rather than repeating their formulas, we run this method and take the arguments that it
+passes to ``conv2d``.
 """
 
 import copy
@@ -22,11 +24,12 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Convolution:
-    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as a module computes it in eval mode.
+    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as a module computes it in
+    eval mode.
 
     Args:
-        weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's parameter if it is applied unchanged, else
-            the tensor computed from the parameter (a standardised weight).
+        weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's parameter if it is
+            applied unchanged, else the tensor computed from the parameter (a standardised weight).
         bias: Bias, shape (C_out,), or None.
         stride, dilation: Steps along y and x.
         padding: Zeros on either side along y and x; or "same", TensorFlow's rule for any stride.
@@ -56,35 +59,34 @@ class Convolution:
             rows, cols = self.axes(*x.shape[2:])
             x = F.pad(x, (cols.before, cols.after, rows.before, rows.after))
             padding = (0, 0)
-        return F.conv2d(
-            x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
-        )
+        return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
         """Return the two spatial axes for an input of height x width pixels."""
-        return axes(
-            (height, width), self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        return axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
 
 
 def describe(module: nn.Module) -> Convolution:
     """Describe the convolution that a module computes.
 
-    A copy of a subclass of ``nn.Conv2d`` is run in float64 on small random images, whose sizes have every residue of
-    the stride, and its output must equal that of the description. (Values on the meta device cannot be compared.) If
-    the module computes its filters or its bias from other parameters, these are dropped, and filters and bias are
-    trainable if any of these parameters was.
+    A copy of a subclass of ``nn.Conv2d`` is run in float64 on small random images, whose sizes have
+    every residue of the stride, and its output must equal that of the description. (Values on the
+    meta device cannot be compared.) If the module computes its filters or its bias from other
+    parameters, these are dropped, and filters and bias are trainable if any of these parameters
+    was.
 
     Raises:
         TypeError: If ``module`` is not an ``nn.Conv2d``.
-        ValueError: If GPSA cannot replace the module: its padding is not zeros, its weight is parametrized or computed
-            in a hook, its forward method was replaced or does anything else than one convolution with filters that do
-            not depend on the image, or additional trainable parameters (such as LoRA's) are applied to a frozen weight.
+        ValueError: If GPSA cannot replace the module: its padding is not zeros, its weight is
+            parametrized or computed in a hook, its forward method was replaced or does anything
+            else than one convolution with filters that do not depend on the image, or additional
+            trainable parameters (such as LoRA's) are applied to a frozen weight.
     """
     # This check comes first, because torch gives a parametrized module a class of its own.
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError(
-            "its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+            "its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations "
+            "first"
         )
     if not isinstance(module, nn.Conv2d):
         raise TypeError(f"expected a torch.nn.Conv2d, got {type(module).__name__}")
@@ -92,13 +94,16 @@ def describe(module: nn.Module) -> Convolution:
         raise ValueError(f"expected padding_mode='zeros', got {module.padding_mode!r}")
     if "weight" not in module._parameters:
         raise ValueError(
-            "its weight is computed at each forward (weight or spectral norm): remove the norm first"
+            "its weight is computed at each forward (weight or spectral norm): remove the norm "
+            "first"
         )
-    # Libraries such as accelerate assign a forward method to the instance, which hides that of the class.
+    # Libraries such as accelerate assign a forward method to the instance, which hides that of the
+    # class.
     for name in ("forward", "_conv_forward"):
         if name in vars(module):
             raise ValueError(
-                f"its {name} was replaced by another one, which would be lost: restore the original first"
+                f"its {name} was replaced by another one, which would be lost: restore the "
+                "original first"
             )
     if type(module) is nn.Conv2d:
         geometry = (module.stride, module.padding, module.dilation, module.groups)
@@ -126,43 +131,39 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
         outputs.append(output)
         calls += arguments
     padded = any(
-        call["input"].shape != image.shape
-        for call, image in zip(calls, images, strict=True)
+        call["input"].shape != image.shape for call, image in zip(calls, images, strict=True)
     )
     if padded and any(_zeros(call["padding"]) != (0, 0) for call in calls):
         raise ValueError(f"{kind} pads its input twice")
-    # timm's Conv2dSame pads in its forward method. The comparison below shows whether it follows the "same" rule.
-    convolution = _from_call(
-        trial, {**calls[0], "padding": "same"} if padded else calls[0]
-    )
+    # timm's Conv2dSame pads in its forward method. The comparison below shows whether it follows
+    # the "same" rule.
+    convolution = _from_call(trial, {**calls[0], "padding": "same"} if padded else calls[0])
     for image, output in zip(images, outputs, strict=True):
         expected = convolution(image)
-        if expected.shape != output.shape or not (
-            on_meta or torch.allclose(expected, output)
-        ):
+        if expected.shape != output.shape or not (on_meta or torch.allclose(expected, output)):
             raise ValueError(
-                f"{kind} computes something other than a single convolution with zero or 'same' padding"
+                f"{kind} computes something other than a single convolution with zero or 'same' "
+                "padding"
             )
     return _with_parameters_of(module, trial, convolution)
 
 
 def _images(module: nn.Conv2d) -> list[Tensor]:
-    """Create small random images, whose sizes have each residue of the stride; at least two images."""
+    """Create small random images, whose sizes have each residue of the stride; at least two
+    images.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     dilation, kernel_size, stride = (
         _pair(size) for size in (module.dilation, module.kernel_size, module.stride)
     )
     # The images are large enough for windows with and without padding.
     height, width = (
-        2 * d * (k - 1) + 2 * s
-        for d, k, s in zip(dilation, kernel_size, stride, strict=True)
+        2 * d * (k - 1) + 2 * s for d, k, s in zip(dilation, kernel_size, stride, strict=True)
     )
     images = []
     for residue in range(1 + max(module.stride)):
         shape = (2, module.in_channels, height + residue, width + residue)
-        image = torch.randn(
-            shape, generator=generator, dtype=torch.float64, device="cpu"
-        )
+        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         images.append(image.to(module.weight.device, module.weight.dtype))
     return images
 
@@ -174,9 +175,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.conv2d:
             self.arguments.append(_bind(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
@@ -222,7 +221,8 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
     padding = call["padding"]
     dilation = _pair(call["dilation"])
     if padding == "same":
-        # At stride 1 and with odd extents, TensorFlow's rule gives symmetric padding for every image size.
+        # At stride 1 and with odd extents, TensorFlow's rule gives symmetric padding for every
+        # image size.
         total_y, total_x = (
             d * (k - 1) for d, k in zip(dilation, call["weight"].shape[2:], strict=True)
         )
@@ -246,9 +246,12 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
 def _with_parameters_of(
     module: nn.Conv2d, trial: nn.Module, convolution: Convolution
 ) -> Convolution:
-    """Replace the parameters of a copy by those of the original in a description, if they are applied unchanged."""
+    """Replace the parameters of a copy by those of the original in a description, if they are
+    applied unchanged.
+    """
     originals = {
-        # Parameters are compared by identity, because different parameters can have equal values (two gains of 1).
+        # Parameters are compared by identity, because different parameters can have equal values
+        # (two gains of 1).
         id(copied): module.get_parameter(name)
         for name, copied in trial.named_parameters()
     }
@@ -260,11 +263,7 @@ def _with_parameters_of(
         return originals.get(id(tensor), tensor.to(module.weight))
 
     def trains(tensor: Tensor) -> bool:
-        return (
-            originals[id(tensor)].requires_grad
-            if id(tensor) in originals
-            else computed_trains
-        )
+        return originals[id(tensor)].requires_grad if id(tensor) in originals else computed_trains
 
     weight, bias = convolution.weight, convolution.bias
     return replace(
@@ -277,10 +276,11 @@ def _with_parameters_of(
 
 
 def _computed_trains(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
-    """Return whether filters computed from the dropped parameters, a single parameter in GPSA, should be trainable.
+    """Return whether filters computed from the dropped parameters, a single parameter in GPSA,
+    should be trainable.
 
-    A frozen gain is allowed. But if the weight is frozen while another parameter that is applied to it is trainable, a
-    single parameter cannot be both.
+    A frozen gain is allowed. But if the weight is frozen while another parameter that is applied to
+    it is trainable, a single parameter cannot be both.
     """
     base = []
     extra = []
@@ -291,8 +291,9 @@ def _computed_trains(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> boo
             extra.append(name)
     if extra and not (base and all(base)):
         raise ValueError(
-            f"{type(module).__name__} has further trainable parameters ({', '.join(extra)}), which would be lost in a "
-            f"weight that is frozen or not made from them: merge them into a plain nn.Conv2d, or freeze them, first"
+            f"{type(module).__name__} has further trainable parameters ({', '.join(extra)}), which "
+            "would be lost in a weight that is frozen or not made from them: merge them into a "
+            "plain nn.Conv2d, or freeze them, first"
         )
     return bool(extra) or any(base)
 

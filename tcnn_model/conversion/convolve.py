@@ -30,13 +30,15 @@ def convolve(
     size: int | None = None,
     grid: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """Return a copy of a model in which the heads that have a kernel are depthwise convolutions of their values.
+    """Return a copy of a model in which the heads that have a kernel are depthwise convolutions of
+    their values.
 
-    This is :func:`reparameterize` in reverse, for heads whose attention depends mostly on the offset from query to key
-    (large ``offset_information`` in a recording). In place of softmax(q k^T) such a head gets the convolution
-    T_i(j) = kernel(j - i) / Z_i, cut to k x k, where Z_i is the sum over the keys on the grid and over class and
-    register tokens, which have weights of their own. The other heads stay fused attention. Queries and keys of the
-    converted heads are dropped, but for class and register tokens, which as queries keep their own attention.
+    This is :func:`reparameterize` in reverse, for heads whose attention depends mostly on the
+    offset from query to key (large ``offset_information`` in a recording). In place of softmax(q
+    k^T) such a head gets the convolution T_i(j) = kernel(j - i) / Z_i, cut to k x k, where Z_i is
+    the sum over the keys on the grid and over class and register tokens, which have weights of
+    their own. The other heads stay fused attention. Queries and keys of the converted heads are
+    dropped, but for class and register tokens, which as queries keep their own attention.
 
     ::
 
@@ -48,33 +50,40 @@ def convolve(
         mixed = tcnn_model.convolve(vit, kernels)
         print(mixed.blocks[0].attn.convolution)  # 2 heads, and the size of their kernels
 
-    Before any training this costs what ``tcnn_probe.ablate(model, heads, mode="convolutional")`` costs, which equals it
-    if ``mass=1``. :func:`finetune` trains the kernels, too (``convolution.theta``, their logarithms). The
-    ``state_dict`` fits every model that is converted with the same kernels and options.
+    Before any training this costs what ``tcnn_probe.ablate(model, heads, mode="convolutional")``
+    costs, which equals it if ``mass=1``. :func:`finetune` trains the kernels, too
+    (``convolution.theta``, their logarithms). The ``state_dict`` fits every model that is converted
+    with the same kernels and options.
 
-    Prior art: DWConv_VFM (arXiv 2605.22132) replaces heads by 3 x 3 depthwise convolutions, and SPViT (2111.11802)
-    learns which heads may be convolutions. Both begin with kernels that do not come from the heads, and train them.
+    Prior art: DWConv_VFM (arXiv 2605.22132) replaces heads by 3 x 3 depthwise convolutions, and
+    SPViT (2111.11802) learns which heads may be convolutions. Both begin with kernels that do not
+    come from the heads, and train them.
 
     Args:
         model: Vision transformer of timm, T-CNN, or any model that contains their attention layers.
-        kernels: Kernels of heads: the result of ``tcnn_probe.head_kernels``, or a mark of a recording with
-            ``probes=["offset-kernel"]``. A Dataset with ``offset_kernel``, dims (layer, head, offset_y, offset_x),
-            and for class and register tokens ``prefix_kernel``, dims (layer, head, prefix_token). NaN for heads
-            without a kernel, such as those that ``kernels.where(types == "convolutional")`` leaves out.
-        mass: Least share of the attention of T that the k x k kernels of a layer keep, for each of its heads; 1 for
-            whole kernels. In a recording, whose kernels end at seven patches, the share of the kernel.
+        kernels: Kernels of heads: the result of ``tcnn_probe.head_kernels``, or a mark of a
+            recording with ``probes=["offset-kernel"]``. A Dataset with ``offset_kernel``, dims
+            (layer, head, offset_y, offset_x), and for class and register tokens ``prefix_kernel``,
+            dims (layer, head, prefix_token). NaN for heads without a kernel, such as those that
+            ``kernels.where(types == "convolutional")`` leaves out.
+        mass: Least share of the attention of T that the k x k kernels of a layer keep, for each of
+            its heads; 1 for whole kernels. In a recording, whose kernels end at seven patches, the
+            share of the kernel.
         size: Odd size k, instead of ``mass``.
-        grid: Rows and columns of patches; by default those of the model's patch embedding, or a square.
+        grid: Rows and columns of patches; by default those of the model's patch embedding, or a
+            square.
 
     Returns:
-        The converted copy, in the mode, on the device and with the dtype of ``model``, which stays as it was.
+        The converted copy, in the mode, on the device and with the dtype of ``model``, which stays
+        as it was.
 
     Raises:
         TypeError: ``model`` is not a module, or ``kernels`` are no such Dataset.
-        ValueError: There is no kernel; a kernel is partly NaN, as in recordings of few queries; the model lacks a layer
-            or head; the layer is neither timm's ``Attention`` nor a :class:`GPSA` (windows of Swin, whose shifted
-            windows hide keys from a convolution, and layers with rotary or relative positions are not converted); or an
-            option is out of range.
+        ValueError: There is no kernel; a kernel is partly NaN, as in recordings of few queries; the
+            model lacks a layer or head; the layer is neither timm's ``Attention`` nor a
+            :class:`GPSA` (windows of Swin, whose shifted windows hide keys from a convolution, and
+            layers with rotary or relative positions are not converted); or an option is out of
+            range.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -123,7 +132,8 @@ class _LayerKernels(NamedTuple):
     Args:
         name: Name of the layer.
         heads: Indices of the heads.
-        kernel: Weights of each offset, shape (heads, offsets_y, offsets_x), with offset 0 in the middle.
+        kernel: Weights of each offset, shape (heads, offsets_y, offsets_x), with offset 0 in the
+            middle.
         prefix: Weights of the tokens off the grid, shape (heads, tokens).
         masses: Attention of T to each offset, like ``kernel``.
         prefix_masses: Attention of T to the tokens off the grid, like ``prefix``.
@@ -137,22 +147,18 @@ class _LayerKernels(NamedTuple):
     prefix_masses: Array
 
     def cut(self, mass: float, size: int | None) -> tuple[Array, Array | None]:
-        """Return the k x k kernels of this size, or of the least size that keeps a share of each head's attention."""
+        """Return the k x k kernels of this size, or of the least size that keeps a share of each
+        head's attention.
+        """
         middle = self.kernel.shape[1] // 2, self.kernel.shape[2] // 2
         radius = size // 2 if size is not None else 0
         while True:
-            window = tuple(
-                slice(max(0, centre - radius), centre + radius + 1) for centre in middle
-            )
+            window = tuple(slice(max(0, centre - radius), centre + radius + 1) for centre in middle)
             kept = self.masses[:, window[0], window[1]].sum((1, 2))
             total = self.masses.sum((1, 2)) + self.prefix_masses.sum(1)
             share = (kept + self.prefix_masses.sum(1)) / total
             # The last offsets of a sum may be lost to rounding.
-            if (
-                size is not None
-                or (share >= mass - 1e-12).all()
-                or radius >= max(middle)
-            ):
+            if size is not None or (share >= mass - 1e-12).all() or radius >= max(middle):
                 break
             radius += 1
         prefix = self.prefix if self.prefix.shape[1] else None
@@ -163,8 +169,8 @@ def _layers_of(kernels: Any) -> Iterator[_LayerKernels]:
     """Read the kernels of each layer from a Dataset, and check them."""
     if not hasattr(kernels, "data_vars") or "offset_kernel" not in kernels:
         raise TypeError(
-            "expected the result of tcnn_probe.head_kernels, or a recording with probes=['offset-kernel']: a Dataset "
-            f"with offset_kernel; got {type(kernels).__name__}"
+            "expected the result of tcnn_probe.head_kernels, or a recording with "
+            f"probes=['offset-kernel']: a Dataset with offset_kernel; got {type(kernels).__name__}"
         )
     dims = ("layer", "head", "offset_y", "offset_x")
     for dim in dims[2:]:
@@ -174,13 +180,14 @@ def _layers_of(kernels: Any) -> Iterator[_LayerKernels]:
             or len(offsets) % 2 == 0
         ):
             raise ValueError(
-                f"expected all offsets from -n to n along {dim}, got {offsets.tolist()}: to cut kernels use size="
+                f"expected all offsets from -n to n along {dim}, got {offsets.tolist()}: to cut "
+                "kernels use size="
             )
     further = set(kernels["offset_kernel"].dims) - {*dims}
     if further:
         raise ValueError(
-            f"expected the kernels of one mark, got the dimensions {sorted(further)}: select, as in "
-            f"kernels.isel(epoch=-1)"
+            f"expected the kernels of one mark, got the dimensions {sorted(further)}: select, as "
+            "in kernels.isel(epoch=-1)"
         )
     kernel = _values(kernels["offset_kernel"], dims)
     prefix = np.full((*kernel.shape[:2], 0), np.nan)
@@ -200,8 +207,9 @@ def _layers_of(kernels: Any) -> Iterator[_LayerKernels]:
         holes = ~np.isfinite(kernel[place, chosen]).all((1, 2))
         if holes.any():
             raise ValueError(
-                f"expected whole kernels, got NaN at some offsets of head {numbers[chosen[holes][0]]} of "
-                f"{str(name)!r}, which no sampled query has: fit them with tcnn_probe.head_kernels(model, images)"
+                "expected whole kernels, got NaN at some offsets of head "
+                f"{numbers[chosen[holes][0]]} of {str(name)!r}, which no sampled query has: fit "
+                "them with tcnn_probe.head_kernels(model, images)"
             )
         # A layer may have fewer tokens off the grid than others.
         tokens = np.isfinite(prefix[place, chosen]).all(0)
@@ -229,27 +237,28 @@ def _check_layer(model: nn.Module, module: Any, layer: _LayerKernels) -> None:
         )
     if kind not in (Attention, GPSA):
         raise ValueError(
-            f"{layer.name!r} is a {kind.__module__}.{kind.__name__}, whose heads cannot become convolutions: expected "
-            f"{_LAYERS}"
+            f"{layer.name!r} is a {kind.__module__}.{kind.__name__}, whose heads cannot become "
+            f"convolutions: expected {_LAYERS}"
         )
     if layer.name == "":
         raise ValueError("expected a model around its attention layer, got the layer")
     count = module.heads if isinstance(module, GPSA) else module.num_heads
     if max(layer.heads) >= count:
         raise ValueError(
-            f"{layer.name!r} has {count} heads, from 0 to {count - 1}; got a kernel of head {max(layer.heads)}"
+            f"{layer.name!r} has {count} heads, from 0 to {count - 1}; got a kernel of head "
+            f"{max(layer.heads)}"
         )
     if carries_hooks(module) or "forward" in vars(module):
         raise ValueError(
-            f"{layer.name!r} has hooks or a forward of its own, which would be lost: remove them first"
+            f"{layer.name!r} has hooks or a forward of its own, which would be lost: remove them "
+            "first"
         )
     if any(nn.utils.parametrize.is_parametrized(part) for part in module.modules()):
-        raise ValueError(
-            f"{layer.name!r} is parametrized: remove parametrizations first"
-        )
+        raise ValueError(f"{layer.name!r} is parametrized: remove parametrizations first")
     expected = getattr(model, "num_prefix_tokens", None)
     if isinstance(module, Attention) and expected not in (None, layer.prefix.shape[1]):
         raise ValueError(
-            f"expected weights of the {expected} class and register tokens of {type(model).__name__} in prefix_kernel, "
-            f"got {layer.prefix.shape[1]} for {layer.name!r}"
+            f"expected weights of the {expected} class and register tokens of "
+            f"{type(model).__name__} in prefix_kernel, got {layer.prefix.shape[1]} for "
+            f"{layer.name!r}"
         )

@@ -1,4 +1,6 @@
-"""The resolution at which each module of a network works, measured by running the network once with hooks."""
+"""The resolution at which each module of a network works, measured by running the network once with
+hooks.
+"""
 
 import copy
 from dataclasses import dataclass, replace
@@ -24,8 +26,8 @@ __all__ = [
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
 
-# Norms keep the shape. On the meta device PyTorch runs them step by step in Python, which would take most of the time
-# of a conversion.
+# Norms keep the shape. On the meta device PyTorch runs them step by step in Python, which would
+# take most of the time of a conversion.
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 
 # Errors that networks raise on an image that they do not accept, or after a change of resolution.
@@ -40,7 +42,8 @@ class Call:
         name: Name of the module in the model.
         module: The module, on the meta device.
         inputs, outputs: Sizes (H, W) of the feature maps.
-        in_attention: Whether the module is inside an attention layer, whose resolution may differ from the network's.
+        in_attention: Whether the module is inside an attention layer, whose resolution may differ
+            from the network's.
         convolves: Whether the module itself calls conv2d with a k x k kernel, k > 1.
     """
 
@@ -62,21 +65,22 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
     """Return a deep copy in which every module has the mode of its original.
 
     Raises:
-        ValueError: If an attribute of a module is a tensor computed from other tensors, which cannot be copied.
+        ValueError: If an attribute of a module is a tensor computed from other tensors, which
+            cannot be copied.
     """
     try:
         duplicate = copy.deepcopy(model)
     except RuntimeError as error:
-        computed = [
-            name for name, tensor in _plain_tensors(model).items() if not tensor.is_leaf
-        ]
+        computed = [name for name, tensor in _plain_tensors(model).items() if not tensor.is_leaf]
         if not computed:
             raise
         raise ValueError(
-            f"cannot copy {type(model).__name__}: {computed[0]} is computed from other tensors; if it is pruned or "
-            f"normed, call torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm first"
+            f"cannot copy {type(model).__name__}: {computed[0]} is computed from other tensors; if "
+            "it is pruned or normed, call torch.nn.utils.prune.remove, remove_weight_norm or "
+            "remove_spectral_norm first"
         ) from error
-    # copy.deepcopy returns feature extractors made by torch.fx (timm's, torchvision's) in training mode (torch 2.15).
+    # copy.deepcopy returns feature extractors made by torch.fx (timm's, torchvision's) in training
+    # mode (torch 2.15).
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in duplicate.named_modules():
         module.training = modes.get(name, module.training)
@@ -84,7 +88,9 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode without storage or hooks, which runs without memory for values or calls of hooks."""
+    """Return a copy in eval mode without storage or hooks, which runs without memory for values or
+    calls of hooks.
+    """
     duplicate = copy_in_its_modes(model).to("meta").eval()
     # Hooks of the user may record or print, which a trial run must not cause.
     for module in duplicate.modules():
@@ -94,7 +100,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return tensors that are plain attributes of a module, not parameters or buffers, by their dotted names."""
+    """Return tensors that are plain attributes of a module, not parameters or buffers, by their
+    dotted names.
+    """
     tensors = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -106,21 +114,24 @@ def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
     """Run the feature extractor of a model on the meta device.
 
-    Only ``forward_features`` is run if the model has it, so that the classifier's convolutions do not count.
+    Only ``forward_features`` is run if the model has it, so that the classifier's convolutions do
+    not count.
 
     Args:
         model: Result of :func:`meta_copy`.
         input_size: Size of the image, (C, H, W).
 
     Returns:
-        A :class:`Call` for each run of a module that maps a feature map to a feature map, in the order of their ends.
+        A :class:`Call` for each run of a module that maps a feature map to a feature map, in the
+        order of their ends.
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
     operations = _Operations()
 
     def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        # An nn.Softmax is treated as a function called by the module around it, which is the attention layer.
+        # An nn.Softmax is treated as a function called by the module around it, which is the
+        # attention layer.
         if not isinstance(module, nn.Softmax):
             operations.running.append(names[module])
 
@@ -128,11 +139,7 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
         if not isinstance(module, nn.Softmax):
             operations.running.pop()
         x = inputs[0] if inputs else None
-        if (
-            isinstance(x, Tensor)
-            and isinstance(output, Tensor)
-            and x.ndim == output.ndim == 4
-        ):
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and x.ndim == output.ndim == 4:
             calls.append(
                 Call(
                     names[module],
@@ -170,16 +177,16 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
 class Shapes(TorchFunctionMode):
     """Mode in which norms return their input, which makes a run on the meta device much faster."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and getattr(func, "__name__", "") in _NORMS:
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 class _Operations(Shapes):
-    """Mode that collects modules that call conv2d, and attention layers: modules with a softmax over the last axis."""
+    """Mode that collects modules that call conv2d, and attention layers: modules with a softmax
+    over the last axis.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,9 +194,7 @@ class _Operations(Shapes):
         self.attention: set[str] = set()
         self.convolving: set[str] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         module = self.running[-1] if self.running else ""
@@ -213,22 +218,21 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
 
     Args:
         model: Result of :func:`meta_copy`.
-        input_size: Size to try. By default H and W are those of timm's ``pretrained_cfg``, or 224 x 224.
+        input_size: Size to try. By default H and W are those of timm's ``pretrained_cfg``, or 224 x
+            224.
 
     Raises:
-        ValueError: If the model does not run on an image of this size (by default neither with the input channels of
-            its first convolution nor with those of its ``pretrained_cfg``), or if a tensor does not move with it.
+        ValueError: If the model does not run on an image of this size (by default neither with the
+            input channels of its first convolution nor with those of its ``pretrained_cfg``), or if
+            a tensor does not move with it.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
-    first = next(
-        (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels
-    )
-    # The two differ for in_chans=1, and for stems that turn space into depth before their first convolution.
+    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
+    # The two differ for in_chans=1, and for stems that turn space into depth before their first
+    # convolution.
     candidates = (
-        [(first, height, width), (channels, height, width)]
-        if input_size is None
-        else [input_size]
+        [(first, height, width), (channels, height, width)] if input_size is None else [input_size]
     )
     for candidate in candidates:
         try:
@@ -238,20 +242,18 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
         else:
             return candidate
     off_meta = [
-        name
-        for name, tensor in _plain_tensors(model).items()
-        if tensor.device.type != "meta"
+        name for name, tensor in _plain_tensors(model).items() if tensor.device.type != "meta"
     ]
     if off_meta and "device" in str(reason):
         raise ValueError(
-            f"could not run {type(model).__name__} without storage: {off_meta[0]} is a tensor that is neither a "
-            f"parameter nor a buffer, and so stays behind when the model is moved; make it a buffer with "
-            f"register_buffer ({type(reason).__name__}: {reason})"
+            f"could not run {type(model).__name__} without storage: {off_meta[0]} is a tensor that "
+            "is neither a parameter nor a buffer, and so stays behind when the model is moved; "
+            f"make it a buffer with register_buffer ({type(reason).__name__}: {reason})"
         ) from reason
     size = " x ".join(map(str, candidates[0]))
     raise ValueError(
-        f"could not run {type(model).__name__} on an image of {size}: pass the input_size=(C, H, W) of one that it "
-        f"accepts ({type(reason).__name__}: {reason})"
+        f"could not run {type(model).__name__} on an image of {size}: pass the input_size=(C, H, "
+        f"W) of one that it accepts ({type(reason).__name__}: {reason})"
     ) from reason
 
 

@@ -15,24 +15,28 @@ __all__ = ["at_unit_stride", "check_phases", "is_strided"]
 Phase = tuple[int, int]
 
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
-# Smallest height and width of the images on which an operation is compared with itself at stride 1. It exceeds the
-# kernels of strided operations, so that windows without padding are compared, too.
+# Smallest height and width of the images on which an operation is compared with itself at stride 1.
+# It exceeds the kernels of strided operations, so that windows without padding are compared, too.
 _TRIAL_PIXELS = 24
 
 
 def is_strided(call: Call) -> bool:
-    """Return whether a call is a single operation, not a block of them, and reduces resolution by its own stride."""
+    """Return whether a call is a single operation, not a block of them, and reduces resolution by
+    its own stride.
+    """
     children = nn.ModuleList(call.module.children())
     has_layers = any(True for _ in children.parameters())
     return call.reduces and max(_stride(call.module)) > 1 and not has_layers
 
 
 def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
-    """Create an operation of stride 1 that keeps the grid, and whose output at every s-th pixel is the strided output.
+    """Create an operation of stride 1 that keeps the grid, and whose output at every s-th pixel is
+    the strided output.
 
-    If its output would be smaller than the grid (2 x 2 convolutions and pools, or 3 x 3 without padding), its input is
-    extended equally on both sides, with an odd pixel to the right and at the bottom. A pool repeats the border, so that
-    its windows contain real values only; a convolution uses its own padding mode, which is usually zeros.
+    If its output would be smaller than the grid (2 x 2 convolutions and pools, or 3 x 3 without
+    padding), its input is extended equally on both sides, with an odd pixel to the right and at the
+    bottom. A pool repeats the border, so that its windows contain real values only; a convolution
+    uses its own padding mode, which is usually zeros.
 
     Args:
         call: Run of the operation, as traced on the meta device.
@@ -61,24 +65,30 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
 
 
 def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
-    """Split rows and columns of padding into (left, right, top, bottom), with odd pixels right and at the bottom."""
+    """Split rows and columns of padding into (left, right, top, bottom), with odd pixels right and
+    at the bottom.
+    """
     left = cols // 2
     top = rows // 2
     return left, cols - left, top, rows - top
 
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
-    """Set the padding of a convolution of stride 1 so that it keeps the grid; a wrapper would rename its parameters."""
+    """Set the padding of a convolution of stride 1 so that it keeps the grid; a wrapper would
+    rename its parameters.
+    """
     axes = zip(conv.dilation, conv.kernel_size, strict=True)
     rows, cols = (d * (k - 1) for d, k in axes)
-    # nn.Conv2d computes this attribute in its constructor, and uses it for padding modes other than zeros.
+    # nn.Conv2d computes this attribute in its constructor, and uses it for padding modes other than
+    # zeros.
     conv._reversed_padding_repeated_twice = list(_both_sides(rows, cols))
     if rows % 2 == cols % 2 == 0:
         conv.padding = (rows // 2, cols // 2)
     elif type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
         conv.padding = "same"
     else:
-        # torch's padding="same" warns about even kernels, and the constructor of Conv2dSame would allocate a weight.
+        # torch's padding="same" warns about even kernels, and the constructor of Conv2dSame would
+        # allocate a weight.
         same = Conv2dSame.__new__(Conv2dSame)
         vars(same).update(vars(conv))
         return same
@@ -89,20 +99,22 @@ def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
 def check_phases(steps: Iterable[Call]) -> None:
     """Check that operations which make the same step in resolution still fit together at stride 1.
 
-    The stride can be removed only if the strided output of each operation is its output at stride 1 at every s-th
-    pixel, starting from the same first pixel in all operations that make the same step: otherwise branches would be
-    added with an offset. With "same" padding the windows of a 3 x 3 convolution of stride 2 are centred at pixels 1, 3,
-    5, ... of an even image, those of a 1 x 1 convolution at 0, 2, 4. Values do not matter, so they are random, and
-    image sizes have every residue of the stride.
+    The stride can be removed only if the strided output of each operation is its output at stride 1
+    at every s-th pixel, starting from the same first pixel in all operations that make the same
+    step: otherwise branches would be added with an offset. With "same" padding the windows of a 3 x
+    3 convolution of stride 2 are centred at pixels 1, 3, 5, ... of an even image, those of a 1 x 1
+    convolution at 0, 2, 4. Values do not matter, so they are random, and image sizes have every
+    residue of the stride.
 
     Args:
         steps: Runs of strided operations, as traced on the meta device.
 
     Raises:
-        ValueError: If an operation's strided output is not part of its output at stride 1, or the first pixels of two
-            operations differ.
+        ValueError: If an operation's strided output is not part of its output at stride 1, or the
+            first pixels of two operations differ.
     """
-    # For each step and residue: the name of its first operation, and the phases common to all operations so far.
+    # For each step and residue: the name of its first operation, and the phases common to all
+    # operations so far.
     common: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
     for call in steps:
         strided = _with_random_values(call.module)
@@ -110,26 +122,27 @@ def check_phases(steps: Iterable[Call]) -> None:
             phases = _phases(call, strided, _TRIAL_PIXELS + residue)
             if not phases:
                 raise ValueError(
-                    f"{call.name} ({type(strided).__name__}): its output at stride 1 does not contain its output at "
-                    f"stride {_stride(strided)}; use stride='keep'"
+                    f"{call.name} ({type(strided).__name__}): its output at stride 1 does not "
+                    f"contain its output at stride {_stride(strided)}; use stride='keep'"
                 )
             key = (call.inputs, call.outputs, residue)
             first, shared = common.get(key, (call.name, phases))
             if shared.isdisjoint(phases):
                 raise ValueError(
-                    f"{first} and {call.name} reduce {call.inputs} to {call.outputs} from different first pixels, so "
-                    f"that at stride 1 they would not fit together; use stride='keep'"
+                    f"{first} and {call.name} reduce {call.inputs} to {call.outputs} from "
+                    "different first pixels, so that at stride 1 they would not fit together; use "
+                    "stride='keep'"
                 )
             common[key] = first, shared & phases
 
 
 def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
-    """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided output."""
+    """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided
+    output.
+    """
     # Devices are given explicitly, because the caller may have set torch.set_default_device.
     generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(
-        1, _channels(strided), pixels, pixels, generator=generator, device="cpu"
-    )
+    x = torch.randn(1, _channels(strided), pixels, pixels, generator=generator, device="cpu")
     sparse = _run(call, strided, x)
     dense = _run(call, at_unit_stride(call, strided), x)
     height, width = sparse.shape[2:]
@@ -141,7 +154,8 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
         part = every_sth[:, :, :height, :width]
         if part.shape != sparse.shape:
             return False
-        # Outputs at a wrong phase differ by about their magnitude; rounding in float32 is a thousand times below 1e-3.
+        # Outputs at a wrong phase differ by about their magnitude; rounding in float32 is a
+        # thousand times below 1e-3.
         error = (part - sparse).abs().max()
         return bool(error <= 1e-3 * sparse.abs().max())
 
@@ -150,7 +164,9 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
-    """Copy an operation from the meta device, where it has no values, to the CPU with random values."""
+    """Copy an operation from the meta device, where it has no values, to the CPU with random
+    values.
+    """
     duplicate = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
     tensors: list[Tensor] = [*duplicate.parameters(), *duplicate.buffers()]
@@ -160,7 +176,9 @@ def _with_random_values(module: nn.Module) -> nn.Module:
 
 
 def _missing_pixels(call: Call) -> tuple[int, int]:
-    """Return the numbers of rows and columns that the output at stride 1 lacks to the grid of the input."""
+    """Return the numbers of rows and columns that the output at stride 1 lacks to the grid of the
+    input.
+    """
     unit = copy.copy(call.module)
     _set_unit_stride(unit)
     tensors = itertools.chain(unit.parameters(), unit.buffers())

@@ -20,24 +20,29 @@ Grid = tuple[int, int]
 
 
 class ConvolvedAttention(nn.Module):
-    """Fused attention of fewer heads, beside heads that are convolutions of their values, before one projection.
+    """Fused attention of fewer heads, beside heads that are convolutions of their values, before
+    one projection.
 
-    Class and register tokens have no place on the grid. As queries they keep their own attention in all heads, for
-    which the layer keeps queries and keys of the convolved heads; without such tokens these are dropped.
+    Class and register tokens have no place on the grid. As queries they keep their own attention in
+    all heads, for which the layer keeps queries and keys of the convolved heads; without such
+    tokens these are dropped.
 
     Args:
-        attention: timm's layer, whose modules and parameters are taken over where they are not divided by heads.
+        attention: timm's layer, whose modules and parameters are taken over where they are not
+            divided by heads.
         heads: Indices of the heads that become convolutions.
         convolution: Their kernels, in the same order.
-        grid: Rows and columns of patches; None for a square. If an image has another number of patches, these are
-            taken to have the same proportions.
+        grid: Rows and columns of patches; None for a square. If an image has another number of
+            patches, these are taken to have the same proportions.
 
     Attributes:
         num_heads: Number of all heads.
         convolved, attending: Indices of the heads that are convolutions, and of the others.
         grid: Rows and columns of patches, which may be changed for images of other proportions.
-        qkv: Queries, keys and values of the attending heads, followed by the values of the convolved ones.
-        query, key: Queries and keys of the convolved heads, for class and register tokens; None without such tokens.
+        qkv: Queries, keys and values of the attending heads, followed by the values of the
+            convolved ones.
+        query, key: Queries and keys of the convolved heads, for class and register tokens; None
+            without such tokens.
         convolution: The :class:`HeadConvolution`.
         q_norm, k_norm, norm, gate, proj: Those of timm's layer.
 
@@ -45,7 +50,8 @@ class ConvolvedAttention(nn.Module):
         (B, N, C) -> (B, N, C_out), class and register tokens first, then the patches row by row.
 
     Raises:
-        ValueError: In the forward, if the patches are on no grid of these proportions, or there is a mask.
+        ValueError: In the forward, if the patches are on no grid of these proportions, or there is
+            a mask.
     """
 
     def __init__(
@@ -61,9 +67,7 @@ class ConvolvedAttention(nn.Module):
         self.scale: float = attention.scale
         self.grid = grid
         self.convolved = tuple(heads)
-        self.attending = tuple(
-            head for head in range(self.num_heads) if head not in self.convolved
-        )
+        self.attending = tuple(head for head in range(self.num_heads) if head not in self.convolved)
         self.convolution = convolution
         prefix = convolution.prefix_theta
         self.prefix_tokens = 0 if prefix is None else prefix.shape[1]
@@ -75,7 +79,8 @@ class ConvolvedAttention(nn.Module):
             self.key = _of_heads(attention, [(1, self.convolved)])
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         if self.key is not None and self._folds_keys:
-            # The bias of the keys changes all logits of a query alike, and would never get a gradient.
+            # The bias of the keys changes all logits of a query alike, and would never get a
+            # gradient.
             self.key.register_parameter("bias", None)
         self.attn_drop = attention.attn_drop
         self.norm = attention.norm
@@ -92,7 +97,8 @@ class ConvolvedAttention(nn.Module):
         """Apply the layer; a mask is refused, because a convolution sees the whole grid."""
         if attn_mask is not None or is_causal:
             raise ValueError(
-                "expected no attention mask: heads that are convolutions see all patches of their kernel"
+                "expected no attention mask: heads that are convolutions see all patches of their "
+                "kernel"
             )
         query, key, values, convolved_values = self._projections(x)
         outputs = [self._convolve(x, convolved_values)]
@@ -128,8 +134,9 @@ class ConvolvedAttention(nn.Module):
         size = round(rows * factor), round(columns * factor)
         if size[0] * size[1] != patches:
             raise ValueError(
-                f"expected patches on a grid with the proportions of {rows} x {columns}, got {patches}: for images of "
-                f"other proportions set `grid`, (rows, columns) of patches, of each ConvolvedAttention"
+                f"expected patches on a grid with the proportions of {rows} x {columns}, got "
+                f"{patches}: for images of other proportions set `grid`, (rows, columns) of "
+                "patches, of each ConvolvedAttention"
             )
         return size
 
@@ -141,8 +148,9 @@ class ConvolvedAttention(nn.Module):
             x: Input of the layer, shape (B, N, C).
 
         Returns:
-            Queries and keys, which are zero where a head is a convolution, and values, shape (B, heads, N, d), and
-            the bias, (heads, N, N), which is zero elsewhere. Heads are in their original order.
+            Queries and keys, which are zero where a head is a convolution, and values, shape (B,
+            heads, N, d), and the bias, (heads, N, N), which is zero elsewhere. Heads are in their
+            original order.
         """
         query, key, values, convolved_values = self._projections(x)
         y, x_axis = self._axes(x)
@@ -154,26 +162,26 @@ class ConvolvedAttention(nn.Module):
             parts[0][:, :, :prefix] = own
             parts[1] = self.k_norm(self._by_head(self.key(x)))
         bias = values.new_zeros(self.num_heads, x.shape[1], x.shape[1])
-        bias[list(self.convolved), prefix:] = self.convolution.logits(y, x_axis).to(
-            bias
-        )
+        bias[list(self.convolved), prefix:] = self.convolution.logits(y, x_axis).to(bias)
         parts.append(self._by_head(convolved_values))
         if self.attending:
             query, key, values = map(self._by_head, (query, key, values))
             attending = self.q_norm(query), self.k_norm(key), values
-            parts = [
-                torch.cat(halves, 1) for halves in zip(attending, parts, strict=True)
-            ]
+            parts = [torch.cat(halves, 1) for halves in zip(attending, parts, strict=True)]
         query, key, values = (part.index_select(1, self._order) for part in parts)
         return query, key, values, bias
 
     @property
     def _folds_keys(self) -> bool:
-        """Whether logits of class tokens are products of their queries with the tokens themselves, q W_key x."""
+        """Whether logits of class tokens are products of their queries with the tokens themselves,
+        q W_key x.
+        """
         return type(self.k_norm) is nn.Identity
 
     def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the attending heads, and values of the others, (B, N, heads * d)."""
+        """Return queries, keys and values of the attending heads, and values of the others, (B, N,
+        heads * d).
+        """
         count, convolved = len(self.attending), len(self.convolved)
         sizes = [heads * self.head_dim for heads in (count, count, count, convolved)]
         query, key, values, convolved_values = self.qkv(x).split(sizes, -1)
@@ -191,7 +199,9 @@ class ConvolvedAttention(nn.Module):
         return tokens.unflatten(2, (len(self.convolved), self.head_dim))
 
     def _attend_from_prefix(self, x: Tensor, values: Tensor) -> Tensor:
-        """Return the outputs of class and register tokens in the convolved heads, (B, tokens, heads * d)."""
+        """Return the outputs of class and register tokens in the convolved heads, (B, tokens, heads
+        * d).
+        """
         assert self.query is not None
         assert self.key is not None
         query = self.q_norm(self._by_head(self.query(x[:, : self.prefix_tokens])))
@@ -214,10 +224,10 @@ class ConvolvedAttention(nn.Module):
         return features.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def _of_heads(
-    attention: "Attention", blocks: Sequence[tuple[int, Sequence[int]]]
-) -> nn.Linear:
-    """Return the rows of a layer's ``qkv`` for some heads of queries (0), keys (1) or values (2)."""
+def _of_heads(attention: "Attention", blocks: Sequence[tuple[int, Sequence[int]]]) -> nn.Linear:
+    """Return the rows of a layer's ``qkv`` for some heads of queries (0), keys (1) or values
+    (2).
+    """
     qkv = attention.qkv
     dim = attention.head_dim
     index = [

@@ -18,11 +18,14 @@ _BY_HEAD = ("query", "key", "raw_locality", "center", "gating")
 
 
 class AttendingHeads(GPSA):
-    """The heads of a GPSA layer that still attend, with W_val and W_out of all; never called as a whole."""
+    """The heads of a GPSA layer that still attend, with W_val and W_out of all; never called as a
+    whole.
+    """
 
 
 class ConvolvedGPSA(nn.Module):
-    """Gated attention of fewer heads, beside heads that are convolutions, whose values and W_out stay as they were.
+    """Gated attention of fewer heads, beside heads that are convolutions, whose values and W_out
+    stay as they were.
 
     Args:
         layer: GPSA layer, which is not changed.
@@ -32,15 +35,14 @@ class ConvolvedGPSA(nn.Module):
     Attributes:
         convolved, attending: Indices of the heads that are convolutions, and of the others.
         convolution: The :class:`HeadConvolution`.
-        gpsa: W_val and W_out of all heads, and queries, keys, gates and positions of the attending ones.
+        gpsa: W_val and W_out of all heads, and queries, keys, gates and positions of the attending
+            ones.
 
     Shape:
         (B, C_in, H, W) -> (B, C_out, H_out, W_out), as in :class:`~tcnn_model.GPSA`.
     """
 
-    def __init__(
-        self, layer: GPSA, heads: Sequence[int], convolution: HeadConvolution
-    ) -> None:
+    def __init__(self, layer: GPSA, heads: Sequence[int], convolution: HeadConvolution) -> None:
         super().__init__()
         self.convolved = tuple(heads)
         self.attending = tuple(i for i in range(layer.heads) if i not in self.convolved)
@@ -55,9 +57,7 @@ class ConvolvedGPSA(nn.Module):
             parameter = getattr(layer, name)
             by_head = parameter.detach().unflatten(0, (layer.heads, -1))
             kept = by_head[list(self.attending)].flatten(0, 1)
-            setattr(
-                self.gpsa, name, nn.Parameter(kept.clone(), parameter.requires_grad)
-            )
+            setattr(self.gpsa, name, nn.Parameter(kept.clone(), parameter.requires_grad))
         order = torch.tensor([*self.attending, *self.convolved]).argsort()
         self.register_buffer("_order", order.to(layer.weight.device), False)
         self._order: Tensor
@@ -68,9 +68,7 @@ class ConvolvedGPSA(nn.Module):
         y, x_axis = self.gpsa.axes(x.shape[2], x.shape[3])
         values = self.gpsa.values(x)
         maps = values[:, 0].mT.unflatten(2, x.shape[2:])
-        convolved = self.convolution(
-            maps.repeat(1, len(self.convolved), 1, 1), y, x_axis
-        )
+        convolved = self.convolution(maps.repeat(1, len(self.convolved), 1, 1), y, x_axis)
         by_head = convolved.unflatten(1, (len(self.convolved), -1))
         outputs = [by_head.flatten(3).transpose(2, 3)]
         if self.attending:

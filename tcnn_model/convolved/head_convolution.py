@@ -1,4 +1,6 @@
-"""The convolution that a head becomes: a positive kernel over offsets, normalised for each query."""
+"""The convolution that a head becomes: a positive kernel over offsets, normalised for each
+query.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,19 +11,22 @@ from tcnn_model.precision import without_autocast
 
 __all__ = ["HeadConvolution"]
 
-# Logarithms of weights, relative to the largest of their kernel, below which attention is zero in any precision. They
-# stay finite, so that averages of weights over steps do (infinity minus infinity is NaN).
+# Logarithms of weights, relative to the largest of their kernel, below which attention is zero in
+# any precision. They stay finite, so that averages of weights over steps do (infinity minus
+# infinity is NaN).
 _LEAST = -70.0
 
 
 class HeadConvolution(nn.Module):
     """Depthwise convolutions of the values of heads, whose weights sum to one for each query.
 
-    ``T_i(j) = exp(theta(j - i)) / Z_i``, with Z_i the sum over the keys of query i: the offsets of the kernel that lie
-    on the grid, and the tokens off the grid, such as a class token, each with a weight of its own.
+    ``T_i(j) = exp(theta(j - i)) / Z_i``, with Z_i the sum over the keys of query i: the offsets of
+    the kernel that lie on the grid, and the tokens off the grid, such as a class token, each with a
+    weight of its own.
 
     Args:
-        kernel: Weights of each offset from query to key, shape (heads, k_y, k_x), k_y and k_x odd. Not negative.
+        kernel: Weights of each offset from query to key, shape (heads, k_y, k_x), k_y and k_x odd.
+            Not negative.
         prefix: Weights of the tokens off the grid, shape (heads, tokens); None without such tokens.
 
     Attributes:
@@ -40,9 +45,7 @@ class HeadConvolution(nn.Module):
         self.theta = nn.Parameter(on_grid.reshape(kernel.shape).clone())
         self.prefix_theta = None if prefix is None else nn.Parameter(off_grid.clone())
 
-    def forward(
-        self, maps: Tensor, y: Axis, x: Axis, prefix: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, maps: Tensor, y: Axis, x: Axis, prefix: Tensor | None = None) -> Tensor:
         """Convolve the values of the heads.
 
         Args:
@@ -55,9 +58,7 @@ class HeadConvolution(nn.Module):
             Outputs of the heads, shape (B, heads * d, y.queries, x.queries).
         """
         heads, channels = len(self.theta), maps.shape[1] // len(self.theta)
-        kernel, off_grid = (
-            None if theta is None else theta.exp() for theta in self._relative()
-        )
+        kernel, off_grid = (None if theta is None else theta.exp() for theta in self._relative())
         assert kernel is not None
         rows, columns = map(_margins, (y, x), kernel.shape[1:])
         real = (
@@ -88,8 +89,8 @@ class HeadConvolution(nn.Module):
         """Return theta for each pair of query and key, for recorders and tests.
 
         Returns:
-            Shape (heads, N_query, tokens off the grid + N_key), whose softmax is T. Keys beyond the kernel have the
-            lowest finite logit.
+            Shape (heads, N_query, tokens off the grid + N_key), whose softmax is T. Keys beyond the
+            kernel have the lowest finite logit.
         """
         theta, off_grid = self._relative()
         places, inside = zip(
@@ -116,7 +117,9 @@ class HeadConvolution(nn.Module):
         return f"heads={heads}, {rows} x {columns}, tokens off the grid={tokens}"
 
     def _relative(self) -> tuple[Tensor, Tensor | None]:
-        """Return theta and that of tokens off the grid, minus the largest of each head, so that exp cannot overflow."""
+        """Return theta and that of tokens off the grid, minus the largest of each head, so that exp
+        cannot overflow.
+        """
         largest = self.theta.detach().flatten(1).amax(1)
         if self.prefix_theta is None:
             return self.theta - largest[:, None, None], None
@@ -125,9 +128,11 @@ class HeadConvolution(nn.Module):
 
 
 def _margins(axis: Axis, size: int) -> tuple[int, int]:
-    """Return how many zeros to put before and after the keys of an axis; negative numbers remove keys.
+    """Return how many zeros to put before and after the keys of an axis; negative numbers remove
+    keys.
 
-    A kernel of this odd size, moved by the stride over the result, is centred at each query in turn.
+    A kernel of this odd size, moved by the stride over the result, is centred at each query in
+    turn.
     """
     before = size // 2 - (axis.first_query + axis.before)
     length = (axis.queries - 1) * axis.stride + size
@@ -135,7 +140,9 @@ def _margins(axis: Axis, size: int) -> tuple[int, int]:
 
 
 def _places_in_kernel(axis: Axis, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of offsets in a kernel of this size, and whether they lie in it: (queries, keys) each."""
+    """Return the places of offsets in a kernel of this size, and whether they lie in it: (queries,
+    keys) each.
+    """
     offsets = axis.key_positions(like) - axis.query_positions(like)[:, None]
     places = offsets.long() + size // 2
     return places.clamp(0, size - 1), (places >= 0) & (places < size)

@@ -1,7 +1,7 @@
 """The gated attention of one batch, before it is applied to the values (T-CNN paper, Eq. 7).
 
-:class:`GatedAttention` describes the attention of :class:`~tcnn_model.GPSA` and of timm's ConViT layers alike:
-:func:`~tcnn_model.gpsa` applies it, a probe measures it.
+:class:`GatedAttention` describes the attention of :class:`~tcnn_model.GPSA` and of timm's ConViT
+layers alike: :func:`~tcnn_model.gpsa` applies it, a probe measures it.
 """
 
 import warnings
@@ -20,19 +20,23 @@ __all__ = ["GatedAttention"]
 class GatedAttention:
     """``A_h = (1 - gate_h) softmax(q k^T / sqrt(d)) + gate_h softmax(position_h · r)``.
 
-    The content part attends to real pixels only, the positional part to the grid extended by the padding.
+    The content part attends to real pixels only, the positional part to the grid extended by the
+    padding.
 
     Args:
         query: Queries, shape (B, heads, N_query, d), row-major over the y.queries x x.queries grid.
         key: Keys, shape (B, heads, H * W, d), row-major over the real pixels.
-        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2) in the positional logits, shape (heads, 3).
+        position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2) in the positional
+            logits, shape (heads, 3).
         gate: sigma(lambda), the share of positional attention, shape (heads,).
         y: Vertical axis.
         x: Horizontal axis.
 
     Raises:
-        TypeError: If an argument is neither a floating-point tensor nor, for ``y`` and ``x``, an :class:`Axis`.
-        ValueError: If the shapes do not fit each other or the grid, the grid is empty, or devices or dtypes are mixed.
+        TypeError: If an argument is neither a floating-point tensor nor, for ``y`` and ``x``, an
+            :class:`Axis`.
+        ValueError: If the shapes do not fit each other or the grid, the grid is empty, or devices
+            or dtypes are mixed.
     """
 
     query: Tensor
@@ -49,9 +53,7 @@ class GatedAttention:
         y, x = self.y, self.x
         for name, axis in (("y", y), ("x", x)):
             if not isinstance(axis, Axis):
-                raise TypeError(
-                    f"expected {name} to be a tcnn_model.Axis, got {axis!r}"
-                )
+                raise TypeError(f"expected {name} to be a tcnn_model.Axis, got {axis!r}")
         for name, tensor in (
             ("queries", self.query),
             ("keys", self.key),
@@ -60,32 +62,26 @@ class GatedAttention:
         ):
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 actual = tensor.dtype if isinstance(tensor, Tensor) else repr(tensor)
-                raise TypeError(
-                    f"expected {name} to be a tensor of a floating dtype, got {actual}"
-                )
+                raise TypeError(f"expected {name} to be a tensor of a floating dtype, got {actual}")
         if min(y.length, x.length, y.queries, x.queries) < 1:
             raise ValueError(
                 f"empty grid: {y.queries} x {x.queries} queries on {y.length} x {x.length} pixels"
             )
         shape = tuple(self.query.shape)
         if len(shape) != 4 or shape[2] != y.queries * x.queries:
-            expected = (
-                f"(B, heads, {y.queries} * {x.queries} = {y.queries * x.queries}, d)"
-            )
+            expected = f"(B, heads, {y.queries} * {x.queries} = {y.queries * x.queries}, d)"
             raise ValueError(f"expected queries of shape {expected}, got {shape}")
         batch, heads, _, dim = shape
         if min(heads, dim) < 1:
             raise ValueError(
                 f"expected at least one head of at least one channel, got queries {shape}"
             )
-        _check_shape(
-            "keys", self.key, (batch, heads, y.length * x.length, dim), grid=(y, x)
-        )
+        _check_shape("keys", self.key, (batch, heads, y.length * x.length, dim), grid=(y, x))
         _check_shape("position", self.position, (heads, 3))
         _check_shape("gate", self.gate, (heads,))
         check_alike(self.query, keys=self.key)
-        # Position and gate may have a wider dtype than the queries: positional logits of far pixels need its range, and
-        # gates near 1 its precision.
+        # Position and gate may have a wider dtype than the queries: positional logits of far pixels
+        # need its range, and gates near 1 its precision.
         device = self.query.device
         for name, tensor in (("position", self.position), ("gate", self.gate)):
             if tensor.device != device:
@@ -99,12 +95,15 @@ class GatedAttention:
         if not torch._C._is_tracing():
             return float(self.query.shape[-1] ** -0.5)
         with warnings.catch_warnings():
-            # torch warns that the number of channels becomes a constant of the traced graph, as it should.
+            # torch warns that the number of channels becomes a constant of the traced graph, as it
+            # should.
             warnings.simplefilter("ignore")
             return float(int(self.query.shape[-1]) ** -0.5)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return positional attention along y, (heads, y.queries, y.keys), and along x, (heads, x.queries, x.keys)."""
+        """Return positional attention along y, (heads, y.queries, y.keys), and along x, (heads,
+        x.queries, x.keys).
+        """
         return positional_factors(self.position, self.y, self.x)
 
     def factors_on_pixels(
@@ -112,7 +111,8 @@ class GatedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Return the factors, or their logarithms, without the padding.
 
-        Values on the padding are zero, so attention to the padding contributes nothing to the output.
+        Values on the padding are zero, so attention to the padding contributes nothing to the
+        output.
 
         Returns:
             Factors of shapes (heads, y.queries, H) and (heads, x.queries, W).
@@ -133,7 +133,8 @@ class GatedAttention:
             queries: Indices of the queries, shape (n,).
 
         Returns:
-            Attention of shape (B, heads, n, H * W). A row that sums to less than 1 has the rest on the padding.
+            Attention of shape (B, heads, n, H * W). A row that sums to less than 1 has the rest on
+            the padding.
         """
         with without_autocast(self.query):
             content = self.content(queries)
@@ -142,7 +143,9 @@ class GatedAttention:
             return torch.lerp(content, positional.expand_as(content), gate)
 
     def content(self, queries: Tensor | slice | None = None) -> Tensor:
-        """Return the content attention of some or all queries, (B, heads, n, H * W), in float32 at least."""
+        """Return the content attention of some or all queries, (B, heads, n, H * W), in float32 at
+        least.
+        """
         # The default is None because torch 2.8 cannot compile a slice as a default argument.
         query = self.query if queries is None else self.query[:, :, queries]
         with without_autocast(self.query):
@@ -151,7 +154,9 @@ class GatedAttention:
             return torch.softmax(scaled @ widen(self.key).transpose(2, 3), dim=-1)
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:
-        """Return the positional attention of selected queries, (n,), over the real pixels: (heads, n, H * W)."""
+        """Return the positional attention of selected queries, (n,), over the real pixels: (heads,
+        n, H * W).
+        """
         rows, cols = self.factors_on_pixels(widest_dtype(self.position.device))
         # Query i is in row i // x.queries and column i % x.queries.
         along_y = rows[:, queries // self.x.queries, :, None]
@@ -159,14 +164,17 @@ class GatedAttention:
         return (along_y * along_x).flatten(2)
 
     def positional(self) -> Tensor:
-        """Return the dense positional attention over the extended grid, shape (heads, N_query, N_key)."""
+        """Return the dense positional attention over the extended grid, shape (heads, N_query,
+        N_key).
+        """
         return product(*self.factors())
 
     def dense(self) -> Tensor:
-        """Return the whole attention A over the extended grid, shape (B, heads, N_query, N_key); rows sum to one.
+        """Return the whole attention A over the extended grid, shape (B, heads, N_query, N_key);
+        rows sum to one.
 
-        Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. This is meant for pictures
-        and tests: the layer itself never forms the matrix.
+        Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. This is
+        meant for pictures and tests: the layer itself never forms the matrix.
         """
         content = self.content()
         gate = self.gate[:, None, None]
@@ -177,12 +185,16 @@ class GatedAttention:
 
 
 def product(rows: Tensor, cols: Tensor) -> Tensor:
-    """Multiply the factors (heads, queries_y, H) and (heads, queries_x, W) into (heads, N_query, H * W)."""
+    """Multiply the factors (heads, queries_y, H) and (heads, queries_x, W) into (heads, N_query, H
+    * W).
+    """
     return torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
 
 
 def check_values(attention: GatedAttention, values: Tensor) -> None:
-    """Raise unless values have shape (B, 1 or heads, H * W, C), and the device and dtype of the queries."""
+    """Raise unless values have shape (B, 1 or heads, H * W, C), and the device and dtype of the
+    queries.
+    """
     if traces_sizes():
         return
     batch, heads = attention.query.shape[:2]
@@ -198,9 +210,7 @@ def check_values(attention: GatedAttention, values: Tensor) -> None:
         )
     ):
         expected = f"({batch}, 1 or {heads}, {y.length} * {x.length} = {pixels}, C)"
-        raise ValueError(
-            f"expected values of shape {expected}, got {tuple(values.shape)}"
-        )
+        raise ValueError(f"expected values of shape {expected}, got {tuple(values.shape)}")
     check_alike(attention.query, values=values)
 
 
@@ -223,6 +233,4 @@ def _check_shape(
 ) -> None:
     if tuple(tensor.shape) != shape:
         pixels = f" on {grid[0].length} x {grid[1].length} pixels" if grid else ""
-        raise ValueError(
-            f"expected {name} of shape {shape}{pixels}, got {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"expected {name} of shape {shape}{pixels}, got {tuple(tensor.shape)}")

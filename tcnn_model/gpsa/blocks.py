@@ -1,12 +1,12 @@
 """Gated attention applied in memory linear in the number of tokens: one block of queries at a time.
 
-A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and is formed again in
-the backward pass. The positional part is given by the logarithms of its two factors, which are multiplied within each
-block.
+A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and
+is formed again in the backward pass. The positional part is given by the logarithms of its two
+factors, which are multiplied within each block.
 
-In a depthwise layer, W_out of a head is one weight per channel and can be applied before attention gathers the values:
-the output is the sum over heads of A_h (v * w_h). The gathered values of all heads, heads x tokens x channels, are then
-never stored, and one matrix product computes the sum.
+In a depthwise layer, W_out of a head is one weight per channel and can be applied before attention
+gathers the values: the output is the sum over heads of A_h (v * w_h). The gathered values of all
+heads, heads x tokens x channels, are then never stored, and one matrix product computes the sum.
 """
 
 import math
@@ -20,8 +20,8 @@ from tcnn_model.precision import widen
 
 __all__ = ["blocks_of_queries", "mix_and_apply"]
 
-# Attention weights held at a time. 2^19 float32 numbers stay in a CPU core's cache; elsewhere fewer and larger
-# operations are faster.
+# Attention weights held at a time. 2^19 float32 numbers stay in a CPU core's cache; elsewhere fewer
+# and larger operations are faster.
 _BLOCK_ELEMENTS_CPU = 2**19
 _BLOCK_ELEMENTS = 2**26
 # Weighted values held at a time in a depthwise layer: 1 MB in float32, for the same reason.
@@ -29,17 +29,20 @@ _WEIGHTED_ELEMENTS = 2**18
 
 
 def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Iterate over blocks with a bounded number of attention weights, each as (image, heads, queries)."""
+    """Iterate over blocks with a bounded number of attention weights, each as (image, heads,
+    queries).
+    """
     batch, heads, queries, _ = query.shape
     elements = _BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS
-    # Rows of attention in a block: all queries of one or several heads, or some queries of one head.
+    # Rows of attention in a block: all queries of one or several heads, or some queries of one
+    # head.
     rows = max(1, elements // key.shape[2])
     heads_per_block = min(heads, max(1, rows // queries))
     # Blocks have about equal sizes, so that no small block is left at the end.
     num_blocks = math.ceil(queries / min(rows, queries))
     block = math.ceil(queries / num_blocks)
-    # The loop over images is innermost: positional attention is the same for all images, so it is formed for the first
-    # image and reused.
+    # The loop over images is innermost: positional attention is the same for all images, so it is
+    # formed for the first image and reused.
     for head in range(0, heads, heads_per_block):
         for start in range(0, queries, block):
             for image in range(batch):
@@ -60,21 +63,22 @@ def mix_and_apply(
     gate: Tensor,
     taps: Tensor | None = None,
 ) -> Tensor:
-    """Apply ``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7); with taps also Eq. (5) without bias.
+    """Apply ``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7); with taps also Eq.
+    (5) without bias.
 
     Args:
         query: Queries, scaled by 1 / sqrt(d) already, shape (B, heads, N_query, d).
         key: Keys, shape (B, heads, H * W, d).
         values: Values, shape (B, 1, H * W, C), shared by the heads, or (B, heads, H * W, C).
-        log_rows: Logarithm of positional attention along y, shape (heads, queries_y, H). Like ``log_cols`` and
-            ``gate`` in float32 at least.
+        log_rows: Logarithm of positional attention along y, shape (heads, queries_y, H). Like
+            ``log_cols`` and ``gate`` in float32 at least.
         log_cols: Logarithm of positional attention along x, shape (heads, queries_x, W).
         gate: Share of positional attention, shape (heads,).
         taps: W_out of a depthwise layer, shape (heads, C, C_out / C). Requires shared values.
 
     Returns:
-        Output of shape (B, heads, N_query, C), in memory (B, N_query, heads, C) so that W_out is one matrix product.
-        With taps, the sum over heads, shape (B, 1, N_query, C_out).
+        Output of shape (B, heads, N_query, C), in memory (B, N_query, heads, C) so that W_out is
+        one matrix product. With taps, the sum over heads, shape (B, 1, N_query, C_out).
     """
     output = _empty_output(query, values, taps)
     if taps is not None:
@@ -123,7 +127,9 @@ def _(
 
 @register_flop_formula(torch.ops.tcnn_model.mix_and_apply)
 def _flops(query, key, values, *rest, out_shape, **options) -> int:  # type: ignore[no-untyped-def]
-    """Return twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
+    """Return twice the multiply-adds of the products with keys and with values; arguments are
+    shapes, not tensors.
+    """
     batch, heads, queries, dim = query
     channels = out_shape[-1]
     weights = batch * heads * queries * key[2]
@@ -141,7 +147,9 @@ def _backward(
     gate: Tensor,
     taps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments of :func:`mix_and_apply`, an empty tensor for taps that are None."""
+    """Return the gradients of the arguments of :func:`mix_and_apply`, an empty tensor for taps that
+    are None.
+    """
     wide_query = widen(query)
     wide_key = widen(key)
     rows = log_rows.exp()
@@ -178,8 +186,8 @@ def _backward(
             upstream = d_output[image, 0, queries].contiguous()
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
             for attention, group_taps, d_attention, d_group_taps in groups:
-                # O = sum_h A_h (v w_h): the gradient of the weighted values is A_h^T dO, from which dv is a sum over
-                # heads and outputs, and dw_h a sum over keys.
+                # O = sum_h A_h (v w_h): the gradient of the weighted values is A_h^T dO, from which
+                # dv is a sum over heads and outputs, and dw_h a sum over keys.
                 d_weighted = _side_by_side(attention).T @ upstream
                 shape = (len(attention), key.shape[2], *group_taps.shape[1:])
                 d_weighted = d_weighted.view(shape)
@@ -192,7 +200,8 @@ def _backward(
                 d_attention.copy_(by_head.transpose(0, 1))
         d_mixed = widen(d_mixed)
 
-        # The factor 1 - share is the same for all logits of a head, so it is applied to the smaller products instead.
+        # The factor 1 - share is the same for all logits of a head, so it is applied to the smaller
+        # products instead.
         d_logits = content * d_mixed
         # Softmax: dS = C (dC - sum_j C_j dC_j), with dC = (1 - g) dA.
         content_sums = d_logits.sum(2, keepdim=True)
@@ -201,7 +210,8 @@ def _backward(
         d_keys_of_block = d_logits.transpose(1, 2) @ q
         d_key[image, heads] += d_keys_of_block.mul_(1 - share)
 
-        # P = exp(log rows + log cols): the gradient of each logarithm is g dA P, summed over the other axis.
+        # P = exp(log rows + log cols): the gradient of each logarithm is g dA P, summed over the
+        # other axis.
         grid = (rows.shape[2], cols.shape[2])
         on_grid = d_mixed.mul_(positional).unflatten(2, grid)
         along_y = on_grid.sum(3)  # (heads, queries, H)
@@ -225,9 +235,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_output: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(
-        d_output.new_empty(0) if x is None else torch.empty_like(x) for x in inputs
-    )
+    return tuple(d_output.new_empty(0) if x is None else torch.empty_like(x) for x in inputs)
 
 
 def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -252,7 +260,8 @@ _backward.register_autograd(_refuse)
 def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Write ``left @ right`` to ``out``, which need not be contiguous."""
     if out.dtype in (torch.float16, torch.bfloat16):
-        # torch 2.8 mishandles mm(out=...) of a half-precision vector whose elements are not adjacent in memory.
+        # torch 2.8 mishandles mm(out=...) of a half-precision vector whose elements are not
+        # adjacent in memory.
         out.copy_(left.contiguous() @ right)
     else:
         torch.mm(left, right, out=out)
@@ -266,10 +275,10 @@ def _add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
         to += left @ right.contiguous()
 
 
-def _head_groups(
-    attention: Tensor, taps: Tensor, *tensors: Tensor
-) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors (heads, ...) into groups of heads whose weighted values stay in a core's cache."""
+def _head_groups(attention: Tensor, taps: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (heads, ...) into groups of heads whose weighted values stay in a core's
+    cache.
+    """
     elements_per_head = attention.shape[2] * taps[0].numel()
     heads_per_group = max(1, _WEIGHTED_ELEMENTS // elements_per_head)
     groups = (t.split(heads_per_group) for t in (attention, taps, *tensors))
@@ -277,7 +286,9 @@ def _head_groups(
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:
-    """Multiply values (N_key, C) by W_out of each head, (heads, C, C_out / C), into (heads * N_key, C_out)."""
+    """Multiply values (N_key, C) by W_out of each head, (heads, C, C_out / C), into (heads * N_key,
+    C_out).
+    """
     # (heads, N_key, C, C_out / C).
     by_head = values[:, :, None] * taps[:, None]
     return by_head.flatten(2).flatten(0, 1)

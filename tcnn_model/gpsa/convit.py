@@ -1,7 +1,9 @@
-"""timm's own ConViT models through :func:`~tcnn_model.gpsa`: same weights, same output, linear memory.
+"""timm's own ConViT models through :func:`~tcnn_model.gpsa`: same weights, same output, linear
+memory.
 
-The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where (w_0, w_1, w_2) is the
-head's row of ``pos_proj`` (ConViT, Eqs. 5-7). For any weights this is v_pos with its components in another order.
+The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where
+(w_0, w_1, w_2) is the head's row of ``pos_proj`` (ConViT, Eqs. 5-7). For any weights this is v_pos
+with its components in another order.
 """
 
 import math
@@ -24,10 +26,11 @@ __all__ = ["Acceleration", "accelerate", "convit_attention"]
 def accelerate(model: nn.Module) -> "Acceleration":
     """Make the attention layers of a timm ConViT work without N x N matrices, in place.
 
-    Parameters, ``state_dict`` and hooks stay as they are, and outputs change by rounding only. The forward methods of
-    the layers are replaced until ``remove()`` is called on the handle or its ``with`` statement ends. Attention dropout
-    needs the matrix, so layers with attention dropout train as before. A copy or a pickle that is made while the model
-    is accelerated stays accelerated.
+    Parameters, ``state_dict`` and hooks stay as they are, and outputs change by rounding only. The
+    forward methods of the layers are replaced until ``remove()`` is called on the handle or its
+    ``with`` statement ends. Attention dropout needs the matrix, so layers with attention dropout
+    train as before. A copy or a pickle that is made while the model is accelerated stays
+    accelerated.
 
     Args:
         model: A ConViT of timm, or any module that contains its layers.
@@ -36,34 +39,37 @@ def accelerate(model: nn.Module) -> "Acceleration":
         A handle that restores the model: ``with accelerate(model): ...`` or ``handle.remove()``.
 
     Raises:
-        ValueError: If the model has no such layers, they are accelerated already, or they belong to a subclass, which
-            may compute something else. The model is then unchanged.
+        ValueError: If the model has no such layers, they are accelerated already, or they belong to
+            a subclass, which may compute something else. The model is then unchanged.
     """
     layers = {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, convit.GPSA | convit.MHSA)
+        name: m for name, m in model.named_modules() if isinstance(m, convit.GPSA | convit.MHSA)
     }
     if not layers:
         raise ValueError(
-            f"no ConViT attention in {type(model).__name__}: accelerate() is for timm's convit_* models"
+            f"no ConViT attention in {type(model).__name__}: accelerate() is for timm's convit_* "
+            "models"
         )
     for name, layer in layers.items():
         if isinstance(layer, (_GPSA, _MHSA)):
             raise ValueError(f"{name!r} is accelerated already")
         if type(layer) not in _ACCELERATED:
             raise ValueError(
-                f"{name!r} is a {type(layer).__qualname__}, a subclass which may compute something else"
+                f"{name!r} is a {type(layer).__qualname__}, a subclass which may compute something "
+                "else"
             )
     return Acceleration(list(layers.values()))
 
 
 class Acceleration:
-    """Handle returned by :func:`accelerate`; ``remove()``, or the end of a ``with`` statement, restores the model."""
+    """Handle returned by :func:`accelerate`; ``remove()``, or the end of a ``with`` statement,
+    restores the model.
+    """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._classes = [(layer, type(layer)) for layer in layers]
-        # The class is replaced rather than the module, so that parameters, hooks and references stay valid.
+        # The class is replaced rather than the module, so that parameters, hooks and references
+        # stay valid.
         for layer in layers:
             layer.__class__ = _ACCELERATED[type(layer)]
 
@@ -110,8 +116,9 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
     # From the order (dx, dy, squares) to (squares, dy, dx).
     position = layer.pos_proj.weight.flip(1)
     if layer.pos_proj.bias is not None:
-        # The softmax cancels the bias. The bias is added with a factor of 0, so that its gradient is zero, as in timm,
-        # instead of missing: DistributedDataParallel raises for parameters without a gradient.
+        # The softmax cancels the bias. The bias is added with a factor of 0, so that its gradient
+        # is zero, as in timm, instead of missing: DistributedDataParallel raises for parameters
+        # without a gradient.
         position = position.add(layer.pos_proj.bias[:, None], alpha=0)
     axis = Axis(side)
     return GatedAttention(
@@ -129,7 +136,8 @@ class _GPSA(convit.GPSA):  # type: ignore[misc]  # timm is not typed
         return self.proj_drop(self.proj(output.transpose(1, 2).flatten(2)))
 
     def get_attention(self, x: Tensor) -> Any:
-        # timm's forward, which is replaced, sets rel_indices for get_attention and get_attention_map (timm 1.0).
+        # timm's forward, which is replaced, sets rel_indices for get_attention and
+        # get_attention_map (timm 1.0).
         if self.rel_indices is None or self.rel_indices.shape[1] != x.shape[1]:
             self.rel_indices: Tensor = self.get_rel_indices(x.shape[1])
         return super().get_attention(x)

@@ -1,6 +1,7 @@
 """GPSA written literally from the T-CNN paper: slow, dense, one head at a time.
 
-This module is the oracle of the tests and shares no code with the layer. Nothing outside the tests should call it.
+This module is the oracle of the tests and shares no code with the layer. Nothing outside the tests
+should call it.
 """
 
 import itertools
@@ -35,7 +36,8 @@ def gpsa_attention_reference(
         kernel_size, stride, padding, dilation: Geometry of the convolution, along y and x.
 
     Returns:
-        Attention of shape (B, heads, N_query, N_key), keys row-major over the image and its padding.
+        Attention of shape (B, heads, N_query, N_key), keys row-major over the image and its
+        padding.
     """
     batch, _, height, width = x.shape
     heads = len(gating)
@@ -53,7 +55,8 @@ def gpsa_attention_reference(
     pixel_rows = range(-top, height + bottom)
     pixel_columns = range(-left, width + right)
     pixels = list(itertools.product(pixel_rows, pixel_columns))
-    # "same" puts the query at the centre of the kernel; with numeric padding, query (y, x) is at the pixel s (y, x).
+    # "same" puts the query at the centre of the kernel; with numeric padding, query (y, x) is at
+    # the pixel s (y, x).
     y0, x0 = 0, 0
     if padding == "same":
         y0 = (reach_y - 1) // 2 - top
@@ -136,7 +139,8 @@ def gpsa_reference(
     groups: int = 1,
     **attention: Tensor,
 ) -> Tensor:
-    """Compute the output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the taps of ``weight``.
+    """Compute the output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the
+    taps of ``weight``.
 
     Args:
         x: Input, shape (B, C_in, H, W).
@@ -158,9 +162,7 @@ def gpsa_reference(
         dilation=dilation,
         **attention,
     )
-    rows, columns = zero_padding(
-        (x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation
-    )
+    rows, columns = zero_padding((x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation)
     padded = torch.nn.functional.pad(x, (*columns, *rows))
     # (B, N_key, C_in).
     tokens = padded.flatten(2).transpose(1, 2)

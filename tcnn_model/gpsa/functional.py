@@ -1,4 +1,6 @@
-"""Gated positional self-attention applied to values (T-CNN paper, Eqs. 5 and 7): one core for every kind of layer."""
+"""Gated positional self-attention applied to values (T-CNN paper, Eqs. 5 and 7): one core for every
+kind of layer.
+"""
 
 from dataclasses import replace
 from typing import Literal, get_args, overload
@@ -26,8 +28,8 @@ __all__ = [
 
 Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 
-# On a CPU "dense" is about as fast as "blocks" or faster, forward and backward, up to this number of keys; beyond it
-# "blocks" is faster and takes less memory (benchmarks/backends.py).
+# On a CPU "dense" is about as fast as "blocks" or faster, forward and backward, up to this number
+# of keys; beyond it "blocks" is faster and takes less memory (benchmarks/backends.py).
 _DENSE_KEYS = 128
 
 
@@ -76,41 +78,48 @@ def gpsa(
     """Compute gated positional self-attention: ``A_h v`` with A_h of Eq. (7).
 
     ``A_h = (1 - gate_h) softmax(q_h k_h^T / sqrt(d)) + gate_h softmax(position_h · r)``, where r is
-    ``(||delta||^2, delta_1, delta_2)`` of the offset delta from query to key in pixels. Values on padding are zero.
+    ``(||delta||^2, delta_1, delta_2)`` of the offset delta from query to key in pixels. Values on
+    padding are zero.
 
     Args:
-        query: Queries, shape (B, heads, N_query, d), row-major over the ``y.queries`` x ``x.queries`` grid.
-        key: Keys, shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
+        query: Queries, shape (B, heads, N_query, d), row-major over the ``y.queries`` x
+            ``x.queries`` grid.
+        key: Keys, shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels
+            of the image.
         values: Values, shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C).
-        position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of strength alpha at
-            Delta (:func:`~tcnn_model.gaussian_position`), preferably in float64.
+        position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of
+            strength alpha at Delta (:func:`~tcnn_model.gaussian_position`), preferably in float64.
         gate: sigma(lambda), the share of positional attention, shape (heads,).
         y: Vertical :class:`~tcnn_model.Axis`: size, stride, padding.
         x: Horizontal :class:`~tcnn_model.Axis`.
-        backend: Algorithm. All algorithms agree up to rounding and give gradients of every tensor, "dense" also second
-            derivatives:
+        backend: Algorithm. All algorithms agree up to rounding and give gradients of every tensor,
+            "dense" also second derivatives:
 
-            - "dense": Forms both attentions as matrices, mixes them and applies the mixture. Memory O(heads N^2).
-            - "blocks": Does the same for one block of queries at a time, which is formed again in the backward pass.
-              Memory O(heads N C).
-            - "fused": Uses torch's fused attention for the content part, and the factors of the positional part. Needs
-              separate values for each head, as wide as the queries. Memory O(heads N d).
-            - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels). They have not run on a
-              GPU yet.
-            - "auto": Chooses the fastest applicable algorithm of the others, as measured on a CPU. With the environment
-              variable TCNN_PROBE_TRITON=1 it tries the kernels in place of "dense" and "blocks". Their first output of
-              each shape is compared; if it differs, or does not compile, a warning says so and they are not used.
-        statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. If no
-            gradient is needed, they are computed in the same pass as the output.
+            - "dense": Forms both attentions as matrices, mixes them and applies the mixture. Memory
+              O(heads N^2).
+            - "blocks": Does the same for one block of queries at a time, which is formed again in
+              the backward pass. Memory O(heads N C).
+            - "fused": Uses torch's fused attention for the content part, and the factors of the
+              positional part. Needs separate values for each head, as wide as the queries. Memory
+              O(heads N d).
+            - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels).
+              They have not run on a GPU yet.
+            - "auto": Chooses the fastest applicable algorithm of the others, as measured on a CPU.
+              With the environment variable TCNN_PROBE_TRITON=1 it tries the kernels in place of
+              "dense" and "blocks". Their first output of each shape is compared; if it differs, or
+              does not compile, a warning says so and they are not used.
+        statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without
+            gradients. If no gradient is needed, they are computed in the same pass as the output.
 
     Returns:
-        Output of shape (B, heads, N_query, C), with the dtype of the values; with ``statistics``, the output and the
-        statistics.
+        Output of shape (B, heads, N_query, C), with the dtype of the values; with ``statistics``,
+        the output and the statistics.
 
     Raises:
-        TypeError: If an argument is neither a floating-point tensor nor, for ``y`` and ``x``, an Axis.
-        ValueError: If the shapes do not fit each other or the grid, the grid is empty, devices or dtypes are mixed, or
-            the backend does not exist or is not applicable.
+        TypeError: If an argument is neither a floating-point tensor nor, for ``y`` and ``x``, an
+            Axis.
+        ValueError: If the shapes do not fit each other or the grid, the grid is empty, devices or
+            dtypes are mixed, or the backend does not exist or is not applicable.
     """
     attention = GatedAttention(query, key, position, gate, y, x)
     if statistics:
@@ -118,9 +127,7 @@ def gpsa(
     return attend(attention, values, backend=backend)
 
 
-def attend(
-    attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
-) -> Tensor:
+def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Apply an attention to values: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
     may_try = backend == "auto" and trial.enabled()
     attention, values, backend = _prepare(attention, values, backend)
@@ -131,7 +138,8 @@ def attend(
 
 
 def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> Tensor:
-    """Apply an attention and W_out of a depthwise layer, Eq. (5) without bias, without forming outputs of heads.
+    """Apply an attention and W_out of a depthwise layer, Eq. (5) without bias, without forming
+    outputs of heads.
 
     Args:
         attention: Attention of all heads.
@@ -143,9 +151,7 @@ def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> 
     """
     attention, values, _ = _prepare(attention, values, "blocks")
     with without_autocast(values):
-        return _blocks(
-            attention, values.contiguous(), taps.to(values.dtype).contiguous()
-        )[:, 0]
+        return _blocks(attention, values.contiguous(), taps.to(values.dtype).contiguous())[:, 0]
 
 
 def attend_and_measure(
@@ -155,9 +161,7 @@ def attend_and_measure(
     attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
         if backend == "triton":
-            output, statistics = kernels.gated_attention(
-                attention, values, statistics=True
-            )
+            output, statistics = kernels.gated_attention(attention, values, statistics=True)
             assert statistics is not None
             return output, statistics
         inputs = (
@@ -175,13 +179,14 @@ def attend_and_measure(
 def _prepare(
     attention: GatedAttention, values: Tensor, backend: Backend
 ) -> tuple[GatedAttention, Tensor, Backend]:
-    """Return the arguments, cast as under autocast, and the backend to use; raise if the backend is not applicable."""
-    # Position and gate are not cast: positional logits of far pixels need the range, and gates near 1 the precision.
+    """Return the arguments, cast as under autocast, and the backend to use; raise if the backend is
+    not applicable.
+    """
+    # Position and gate are not cast: positional logits of far pixels need the range, and gates near
+    # 1 the precision.
     dtype = autocast_dtype(attention.query)
     if dtype != attention.query.dtype:
-        attention = replace(
-            attention, query=attention.query.to(dtype), key=attention.key.to(dtype)
-        )
+        attention = replace(attention, query=attention.query.to(dtype), key=attention.key.to(dtype))
     values = values.to(autocast_dtype(values))
     check_values(attention, values)
     if check_backend(backend) == "auto":
@@ -208,22 +213,26 @@ def check_backend(backend: Backend) -> Backend:
 
 def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     if traces_sizes():
-        return (
-            "dense"  # torch's own operators, which run in other programs, for any size
-        )
+        return "dense"  # torch's own operators, which run in other programs, for any size
     if _why_not_fused(attention, values) is None:
         return "fused"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
-    """Return the reason why torch's fused attention is not applicable, or None if it is applicable."""
+    """Return the reason why torch's fused attention is not applicable, or None if it is
+    applicable.
+    """
     query = attention.query
     expected = (query.shape[1], query.shape[3])
     actual = (values.shape[1], values.shape[3])
     if actual != expected:
-        return f"needs values for each head, as wide as the queries, (heads, d) = {expected}; got {actual}"
-    # torch has no flash or memory-efficient kernel for float64 on CUDA; its fallback forms the N x N matrix.
+        return (
+            f"needs values for each head, as wide as the queries, (heads, d) = {expected}; got "
+            f"{actual}"
+        )
+    # torch has no flash or memory-efficient kernel for float64 on CUDA; its fallback forms the N x
+    # N matrix.
     if query.dtype == torch.float64 and query.device.type != "cpu":
         return "has no kernel for float64 but on the CPU"
     return None
@@ -237,12 +246,10 @@ def _dense(attention: GatedAttention, values: Tensor) -> Tensor:
     return mixed @ values
 
 
-def _blocks(
-    attention: GatedAttention, values: Tensor, taps: Tensor | None = None
-) -> Tensor:
+def _blocks(attention: GatedAttention, values: Tensor, taps: Tensor | None = None) -> Tensor:
     dtype = at_least_float32(values.dtype)
-    # The gradient of a logarithm is the gradient of the attention times the attention, so the backward pass needs only
-    # the product of both factors.
+    # The gradient of a logarithm is the gradient of the attention times the attention, so the
+    # backward pass needs only the product of both factors.
     log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
     return mix_and_apply(
@@ -262,17 +269,16 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
     # If channels are not innermost in memory, torch falls back to forming the N x N matrix.
     q, k, v = (
-        t if t.stride(-1) == 1 else t.contiguous()
-        for t in (attention.query, attention.key, values)
+        t if t.stride(-1) == 1 else t.contiguous() for t in (attention.query, attention.key, values)
     )
     content = F.scaled_dot_product_attention(q, k, v)
-    return torch.lerp(
-        content, positional, attention.gate[:, None, None].to(values.dtype)
-    )
+    return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
 def _fits_kernels(values: Tensor) -> bool:
-    """Return whether the kernels are tried: they are compared in eager mode, and not tuned for float64."""
+    """Return whether the kernels are tried: they are compared in eager mode, and not tuned for
+    float64.
+    """
     return (
         kernels.available(values.device)
         and len(values) > 0
@@ -282,7 +288,9 @@ def _fits_kernels(values: Tensor) -> bool:
 
 
 def _try_kernels(attention: GatedAttention, values: Tensor, other: Backend) -> Tensor:
-    """Apply an attention with the kernels if they agree with another backend at the first call with this shape."""
+    """Apply an attention with the kernels if they agree with another backend at the first call with
+    this shape.
+    """
     shapes = (attention.query.shape, attention.key.shape, values.shape)
     return trial.tried(
         "gated attention",
@@ -290,9 +298,7 @@ def _try_kernels(attention: GatedAttention, values: Tensor, other: Backend) -> T
         lambda: _triton(attention, values),
         lambda: _APPLY[other](attention, values),
         lambda output: (output,),
-        logits=lambda: trial.logit_bound(
-            attention.query, attention.key, attention.scale
-        ),
+        logits=lambda: trial.logit_bound(attention.query, attention.key, attention.scale),
         dtype=values.dtype,
     )
 

@@ -16,65 +16,76 @@ from tcnn_model.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
-# From footnote 1 of the paper, which prints e^{-beta a}: that would be decreasing, and is a misprint for e^{+beta a}.
+# From footnote 1 of the paper, which prints e^{-beta a}: that would be decreasing, and is a
+# misprint for e^{+beta a}.
 _SOFTPLUS_BETA = 5.0
-# Size C * H * W of a feature map from which a depthwise layer is faster if values are weighted before attention gathers
-# them (benchmarks/depthwise_layer.py).
+# Size C * H * W of a feature map from which a depthwise layer is faster if values are weighted
+# before attention gathers them (benchmarks/depthwise_layer.py).
 _WEIGHTED_FROM = 2**14
 
 
 class GPSA(nn.Module):
     """Gated positional self-attention with the shapes of the ``nn.Conv2d`` that it replaces.
 
-    A ``k_h x k_w`` convolution becomes ``k_h * k_w`` heads, one per kernel tap in row-major order. With
-    ``g_h = sigma(lambda_h)``, base pixel ``b = stride * (y, x)`` of a query and offset ``delta`` of a key from it::
+    A ``k_h x k_w`` convolution becomes ``k_h * k_w`` heads, one per kernel tap in row-major order.
+    With ``g_h = sigma(lambda_h)``, base pixel ``b = stride * (y, x)`` of a query and offset
+    ``delta`` of a key from it::
 
         A_h    = (1 - g_h) softmax(q k^T / sqrt(d))
                  + g_h softmax(-alpha_h ||delta - Delta_h||^2)     (Eq. 7)
         output = sum_h A_h X W_val W_out^h + bias                  (Eq. 5)
 
-    The layer starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset of tap h (Eq. 4). It
-    equals the convolution in the limit of large alpha and lambda (``locality_strength=20, gating=20`` is exact up to
-    float32 rounding). The papers start fine-tuning at 1 and 1, "on the verge of locality", where the two differ.
+    The layer starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset
+    of tap h (Eq. 4). It equals the convolution in the limit of large alpha and lambda
+    (``locality_strength=20, gating=20`` is exact up to float32 rounding). The papers start
+    fine-tuning at 1 and 1, "on the verge of locality", where the two differ.
 
-    Positional attention covers the real pixels and the zero padding, content attention real pixels only. A query that
-    itself falls on the padding (possible only if the kernel exceeds ``padding + 1`` on one side) has zero features and
-    attends uniformly by content.
+    Positional attention covers the real pixels and the zero padding, content attention real pixels
+    only. A query that itself falls on the padding (possible only if the kernel exceeds ``padding +
+    1`` on one side) has zero features and attends uniformly by content.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, dilation, bias: The arguments of ``nn.Conv2d``.
-        padding: Number of zeros on either side; "same" is possible with any stride, as in TensorFlow.
+        in_channels, out_channels, kernel_size, stride, dilation, bias: The arguments of
+            ``nn.Conv2d``.
+        padding: Number of zeros on either side; "same" is possible with any stride, as in
+            TensorFlow.
         groups: The argument of ``nn.Conv2d``. With several groups, W_out^h is block-diagonal.
-        qk_dim: Channels d of queries and keys per head; ``max(1, in_channels // heads)`` by default.
-        locality_strength: Initial alpha > 0, after the softplus, in 1 / pixel^2: one number, or one per head.
-        gating: Initial lambda, before the sigmoid (``gate`` is after it): one number, or one per head.
-        qk_scale: Initial scale of the weights of queries and keys, whose standard deviation is 0.02 times this factor.
-            The papers use 1, with which content attention is uniform over the image at first; its logits grow with the
-            square of the factor.
-        backend: Algorithm of attention, as in :func:`~tcnn_model.gpsa`. The attribute may be changed later.
+        qk_dim: Channels d of queries and keys per head; ``max(1, in_channels // heads)`` by
+            default.
+        locality_strength: Initial alpha > 0, after the softplus, in 1 / pixel^2: one number, or one
+            per head.
+        gating: Initial lambda, before the sigmoid (``gate`` is after it): one number, or one per
+            head.
+        qk_scale: Initial scale of the weights of queries and keys, whose standard deviation is 0.02
+            times this factor. The papers use 1, with which content attention is uniform over the
+            image at first; its logits grow with the square of the factor.
+        backend: Algorithm of attention, as in :func:`~tcnn_model.gpsa`. The attribute may be
+            changed later.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Attributes:
-        weight, bias: Weight and bias of the convolution, (C_out, C_in / groups, k_h, k_w) and (C_out,): W_out of all
-            heads. A checkpoint of the CNN therefore fills them under their old names.
+        weight, bias: Weight and bias of the convolution, (C_out, C_in / groups, k_h, k_w) and
+            (C_out,): W_out of all heads. A checkpoint of the CNN therefore fills them under their
+            old names.
         query, key: W_qry and W_key, shape (heads * d, C_in), head-major.
         value: W_val, shape (C_in, C_in), shared by the heads.
         center: Delta as (dy, dx) in input pixels, shape (heads, 2).
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
-        head_queries, head_keys: ``nn.Identity`` modules through which the queries of all heads pass, shape
-            (B, heads, N_query, d), and the keys, (B, heads, H * W, d). Register a forward hook here to read them. If a
-            hook returns a tensor, the layer uses it instead, but a recorder of tcnn_probe does not see it.
-        head_outputs: ``nn.Identity`` module through which A_h X W_val of all heads pass, shape
-            (B, heads, N_query, C_in), before W_out. Register a forward hook here to read or edit heads.
+        head_queries, head_keys: ``nn.Identity`` modules through which the queries of all heads
+            pass, shape (B, heads, N_query, d), and the keys, (B, heads, H * W, d). Register a
+            forward hook here to read them. If a hook returns a tensor, the layer uses it instead,
+            but a recorder of tcnn_probe does not see it.
+        head_outputs: ``nn.Identity`` module through which A_h X W_val of all heads pass, shape (B,
+            heads, N_query, C_in), before W_out. Register a forward hook here to read or edit heads.
 
-    Shape:
-        (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel after padding.
+    Shape: (B, C_in, H, W) -> (B, C_out, H_out, W_out), any H and W at least as large as the kernel
+        after padding.
 
     Raises:
-        ValueError: If an argument is out of range; in the forward, if an input is not (B, C_in, H, W) or is smaller
-            than the kernel.
+        ValueError: If an argument is out of range; in the forward, if an input is not (B, C_in, H,
+            W) or is smaller than the kernel.
     """
 
     def __init__(
@@ -98,9 +109,7 @@ class GPSA(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(padding, str) and padding != "same":
-            raise ValueError(
-                f"padding must be one integer, two, or 'same'; got {padding!r}"
-            )
+            raise ValueError(f"padding must be one integer, two, or 'same'; got {padding!r}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"groups must divide in_channels and out_channels; got groups={groups}, "
@@ -121,14 +130,10 @@ class GPSA(nn.Module):
             raise ValueError(f"qk_dim must be an integer of at least 1; got {qk_dim}")
         alpha = _per_head("locality_strength", locality_strength, self.heads)
         if not bool((alpha > 0).all()):
-            raise ValueError(
-                f"locality_strength must be positive; got {locality_strength}"
-            )
+            raise ValueError(f"locality_strength must be positive; got {locality_strength}")
         initial_gating = _per_head("gating", gating, self.heads)
         if not 0 <= qk_scale < math.inf:
-            raise ValueError(
-                f"qk_scale must be a finite number of at least 0; got {qk_scale}"
-            )
+            raise ValueError(f"qk_scale must be a finite number of at least 0; got {qk_scale}")
         self.backend: Backend = check_backend(backend)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -154,17 +159,16 @@ class GPSA(nn.Module):
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
             nn.init.uniform_(self.bias, -bound, bound)
-        # Queries and keys are initialised like linear layers of vision transformers, as in the papers.
+        # Queries and keys are initialised like linear layers of vision transformers, as in the
+        # papers.
         nn.init.trunc_normal_(self.query, std=0.02).mul_(qk_scale)
         nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)
-        # alpha and gating are float64 on the CPU up to here, so that they are rounded only once, to the layer's dtype.
+        # alpha and gating are float64 on the CPU up to here, so that they are rounded only once, to
+        # the layer's dtype.
         self.raw_locality.copy_(inverse_softplus(alpha))
         # With "same" padding, queries are at the centre of the kernel for every image size.
-        center = [
-            d * (k - 1) // 2
-            for d, k in zip(self.dilation, self.kernel_size, strict=True)
-        ]
+        center = [d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         first_y, first_x = center if isinstance(self.padding, str) else self.padding
         dy, dx = self.dilation
         height, width = self.kernel_size
@@ -185,22 +189,24 @@ class GPSA(nn.Module):
         qk_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> Self:
-        """Create the layer that replaces ``conv``, with copies of its weight and bias (Eq. 6), device, dtype and mode.
+        """Create the layer that replaces ``conv``, with copies of its weight and bias (Eq. 6),
+        device, dtype and mode.
 
-        ``weight`` and ``bias`` require gradients if those of the convolution do; the parameters that attention adds are
-        trainable. From a weight-standardised convolution the layer takes the standardised weight, which is not
-        standardised again in training.
+        ``weight`` and ``bias`` require gradients if those of the convolution do; the parameters
+        that attention adds are trainable. From a weight-standardised convolution the layer takes
+        the standardised weight, which is not standardised again in training.
 
         Args:
-            conv: A convolution, or its ``tcnn_model.conversion.convolution.Convolution``: an ``nn.Conv2d``, or a
-                subclass whose forward is one convolution with zero or TensorFlow's "same" padding.
+            conv: A convolution, or its ``tcnn_model.conversion.convolution.Convolution``: an
+                ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or
+                TensorFlow's "same" padding.
             stride: Stride to use instead of the convolution's own.
             qk_dim, locality_strength, gating, qk_scale, backend: The arguments of :class:`GPSA`.
 
         Raises:
             TypeError: If ``conv`` is not an ``nn.Conv2d``.
-            ValueError: If ``conv`` pads with anything but zeros, has a parametrized weight, or does not compute a plain
-                convolution.
+            ValueError: If ``conv`` pads with anything but zeros, has a parametrized weight, or does
+                not compute a plain convolution.
         """
         description = conv if isinstance(conv, Convolution) else describe(conv)
         weight, bias = description.weight, description.bias
@@ -230,7 +236,9 @@ class GPSA(nn.Module):
 
     @property
     def locality_strength(self) -> Tensor:
-        """Locality strength alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), float32 at least."""
+        """Locality strength alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), float32
+        at least.
+        """
         return F.softplus(widen(self.raw_locality), beta=_SOFTPLUS_BETA)
 
     @property
@@ -240,7 +248,9 @@ class GPSA(nn.Module):
 
     @property
     def position(self) -> Tensor:
-        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where supported."""
+        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where
+        supported.
+        """
         if torch.onnx.is_in_onnx_export():  # ONNX Runtime has no softplus in float64
             alpha = widest(self.locality_strength)
         else:
@@ -253,27 +263,29 @@ class GPSA(nn.Module):
         Raises:
             ValueError: If the padded input is smaller than the kernel.
         """
-        y, x = axes(
-            (height, width), self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        y, x = axes((height, width), self.kernel_size, self.stride, self.padding, self.dilation)
         if traces_sizes():
             return y, x
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
             raise ValueError(
-                f"feature map smaller than the kernel: expected at least {y.extent} x {x.extent} pixels after "
-                f"padding {self.padding!r}, got a feature map of {height} x {width}"
+                f"feature map smaller than the kernel: expected at least {y.extent} x {x.extent} "
+                f"pixels after padding {self.padding!r}, got a feature map of {height} x {width}"
             )
         return y, x
 
     def gated_attention(self, x: Tensor) -> GatedAttention:
-        """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and gates."""
+        """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and
+        gates.
+        """
         query, key = self._queries_and_keys(x)
         return self.attention_between(query, key, (x.shape[2], x.shape[3]))
 
     def attention_between(
         self, query: Tensor, key: Tensor, size: tuple[int, int]
     ) -> GatedAttention:
-        """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d) on a map of (H, W)."""
+        """Describe the attention of queries (B, heads, N_query, d) to keys (B, heads, H * W, d) on
+        a map of (H, W).
+        """
         y, x = self.axes(*size)
         return GatedAttention(query, key, self.position, self.gate, y, x)
 
@@ -284,8 +296,9 @@ class GPSA(nn.Module):
             x: Input, shape (B, C_in, H, W).
 
         Returns:
-            Attention of shape (B, heads, N_query, N_key): queries row-major over the output grid, keys row-major over
-            the input grid extended by the padding, (H + 2 p_y) x (W + 2 p_x). Rows sum to one.
+            Attention of shape (B, heads, N_query, N_key): queries row-major over the output grid,
+            keys row-major over the input grid extended by the padding, (H + 2 p_y) x (W + 2 p_x).
+            Rows sum to one.
         """
         return self.gated_attention(x).dense()
 
@@ -303,17 +316,21 @@ class GPSA(nn.Module):
         else:
             gathered = attend(attention, values, backend=self.backend)
             output = self.combine(gathered, attention)
-        # A convolution's output has the memory format of its input, and later layers may rely on it (channels_last).
+        # A convolution's output has the memory format of its input, and later layers may rely on it
+        # (channels_last).
         return output.contiguous(memory_format=_memory_format(x))
 
     def _as_leaf(self, x: fx.Proxy) -> Any:
-        """Return the layer's output in a symbolic trace, whose graph calls the layer as a whole, like a convolution."""
+        """Return the layer's output in a symbolic trace, whose graph calls the layer as a whole,
+        like a convolution.
+        """
         # A proxy has no sizes, on which attention depends.
         tracer: Any = x.tracer
         name = tracer.path_of_module(self)
         if not name:
             raise ValueError(
-                "torch.fx shows a GPSA layer as a single node: trace a module that contains the layer"
+                "torch.fx shows a GPSA layer as a single node: trace a module that contains the "
+                "layer"
             )
         return tracer.create_proxy("call_module", name, (x,), {})
 
@@ -322,7 +339,9 @@ class GPSA(nn.Module):
         return _project(x, self.value).flatten(2).transpose(1, 2)[:, None]
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
-        """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
+        """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out,
+        W_out).
+        """
         grid = (attention.y.queries, attention.x.queries)
         gathered = self.head_outputs(gathered)
         gathered = gathered.reshape(*gathered.shape[:2], *grid, gathered.shape[3])
@@ -332,7 +351,8 @@ class GPSA(nn.Module):
             # (B, heads, H_out, W_out, C_in) to (B, H_out, W_out, heads * C_in).
             side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(3)
             return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
-        # With channels before heads this is the "soft" counterpart of F.unfold, and fits the convolution's weight.
+        # With channels before heads this is the "soft" counterpart of F.unfold, and fits the
+        # convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
         # The weight of a 1 x 1 convolution.
         taps = self.weight.flatten(1)[:, :, None, None]
@@ -341,17 +361,13 @@ class GPSA(nn.Module):
     def _weights_first(self, x: Tensor) -> bool:
         """Return whether W_out is applied to the values before attention gathers them.
 
-        This is done only in a depthwise layer, on a CPU and for large inputs, where it is faster, and only if no hook
-        needs the outputs of single heads, which are never formed in this order.
+        This is done only in a depthwise layer, on a CPU and for large inputs, where it is faster,
+        and only if no hook needs the outputs of single heads, which are never formed in this order.
         """
         if traces_sizes():
             return False
         seam = self.head_outputs
-        hooked = (
-            type(seam) is not nn.Identity
-            or seam._forward_hooks
-            or seam._forward_pre_hooks
-        )
+        hooked = type(seam) is not nn.Identity or seam._forward_hooks or seam._forward_pre_hooks
         on_cpu = x.device.type == "cpu"
         large = x.shape[0] > 0 and x[0].numel() >= _WEIGHTED_FROM
         depthwise = self.groups == self.in_channels
@@ -389,19 +405,16 @@ class GPSA(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments, as ``print(model)`` shows them."""
         return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding!r}, dilation={self.dilation}, groups={self.groups}, "
-            f"bias={self.bias is not None}, heads={self.heads}, qk_dim={self.qk_dim}"
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding!r}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={self.bias is not None}, heads={self.heads}, "
+            f"qk_dim={self.qk_dim}"
         )
 
 
 def gpsa_layers(model: nn.Module) -> dict[str, GPSA]:
     """Return the :class:`GPSA` layers of a model by their module names, in the model's order."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, GPSA)
-    }
+    return {name: module for name, module in model.named_modules() if isinstance(module, GPSA)}
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
@@ -410,10 +423,13 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
-    """Return the pixels of (B, C, H, W) at the queries, which are stride apart; queries on the padding are zero."""
+    """Return the pixels of (B, C, H, W) at the queries, which are stride apart; queries on the
+    padding are zero.
+    """
     for dim, axis in ((2, y_axis), (3, x_axis)):
-        # The number of pixels after the last that may hold a query; negative if the last pixels cannot. It does not
-        # depend on the image's size, so that a traced graph holds for any. "same" padding leaves it at 0.
+        # The number of pixels after the last that may hold a query; negative if the last pixels
+        # cannot. It does not depend on the image's size, so that a traced graph holds for any.
+        # "same" padding leaves it at 0.
         behind = 0 if axis.padding == "same" else 2 * axis.padding + 1 - axis.extent
         if behind > 0:
             # Features on the padding are zero.
@@ -425,7 +441,8 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
 
 def _memory_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of ``x`` (B, C, H, W)."""
-    # A map of one channel or one pixel is contiguous in both formats; torch's convolution then takes the standard one.
+    # A map of one channel or one pixel is contiguous in both formats; torch's convolution then
+    # takes the standard one.
     if x.is_contiguous():
         return torch.contiguous_format
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
@@ -434,7 +451,8 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def inverse_softplus(y: Tensor) -> Tensor:
     """Return the ``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
-    # log(exp(beta y) - 1) / beta, in a form that neither overflows for large y nor loses the precision of small y.
+    # log(exp(beta y) - 1) / beta, in a form that neither overflows for large y nor loses the
+    # precision of small y.
     return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
 
 

@@ -1,7 +1,8 @@
 """Positional attention on a grid, kept as its two one-dimensional factors.
 
-The positional logits of a head, ``v_pos . (||delta||^2, delta_1, delta_2)`` for a key at ``delta`` from the query, are
-a sum over the two axes, so their softmax over a rectangular grid is a product of two one-dimensional softmaxes::
+The positional logits of a head, ``v_pos . (||delta||^2, delta_1, delta_2)`` for a key at ``delta``
+from the query, are a sum over the two axes, so their softmax over a rectangular grid is a product
+of two one-dimensional softmaxes::
 
     P[(y, x), (j, i)] = P_rows[y, j] * P_cols[x, i]
 
@@ -31,8 +32,11 @@ Padding = Pair | Literal["same"]
 
 
 def traces_sizes() -> bool:
-    """Return whether sizes stand for those of any input, because torch.jit.trace or torch.export is running."""
-    # A branch on a size would then hold for the example's size only. Under torch.compile it is a guard.
+    """Return whether sizes stand for those of any input, because torch.jit.trace or torch.export is
+    running.
+    """
+    # A branch on a size would then hold for the example's size only. Under torch.compile it is a
+    # guard.
     return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
@@ -40,14 +44,14 @@ def traces_sizes() -> bool:
 class Axis:
     """One spatial axis of a convolution-like layer: the pixels of its queries and of its keys.
 
-    Positions are in input pixels. Query ``n`` sits at pixel ``first_query + n * stride``; keys are the pixels
-    ``-before, ..., length - 1 + after``, where pixels outside ``[0, length)`` are zero.
+    Positions are in input pixels. Query ``n`` sits at pixel ``first_query + n * stride``; keys are
+    the pixels ``-before, ..., length - 1 + after``, where pixels outside ``[0, length)`` are zero.
 
     Args:
         length: Number of pixels of the input along this axis.
         stride: Distance between neighbouring queries in pixels.
-        padding: Number of zero pixels on either side; or "same", TensorFlow's rule: the fewest that give
-            ``ceil(length / stride)`` queries, with an odd pixel at the end.
+        padding: Number of zero pixels on either side; or "same", TensorFlow's rule: the fewest that
+            give ``ceil(length / stride)`` queries, with an odd pixel at the end.
         extent: Number of pixels spanned by the kernel, ``dilation * (kernel_size - 1) + 1``.
 
     Raises:
@@ -73,8 +77,8 @@ class Axis:
             # Sizes are SymInt while torch.compile traces with dynamic shapes.
             if not isinstance(number, (int, torch.SymInt)) or number < minimum:
                 raise ValueError(
-                    "expected length and padding of at least 0 (or padding 'same'), stride and extent of at least 1, "
-                    f"all integers; got {self}"
+                    "expected length and padding of at least 0 (or padding 'same'), stride and "
+                    f"extent of at least 1, all integers; got {self}"
                 )
 
     @property
@@ -85,24 +89,22 @@ class Axis:
     @property
     def after(self) -> int:
         """Number of zero pixels after the last pixel."""
-        return (
-            self._same - self._same // 2
-            if isinstance(self.padding, str)
-            else self.padding
-        )
+        return self._same - self._same // 2 if isinstance(self.padding, str) else self.padding
 
     @property
     def _same(self) -> int:
         """Number of zero pixels that "same" padding adds in total."""
-        # The extent, minus the pixels from the last query on, of which there are 1 to stride. It is negative only if
-        # pixels lie between the kernels of neighbouring queries.
+        # The extent, minus the pixels from the last query on, of which there are 1 to stride. It is
+        # negative only if pixels lie between the kernels of neighbouring queries.
         total = self.extent - 1 - (self.length - 1) % self.stride
         # max(0, total) without a branch, which a traced graph would not have.
         return total if self.extent >= self.stride else (total + abs(total)) // 2
 
     @property
     def queries(self) -> int:
-        """Number of query positions: the convolution's output size (can be <= 0 if the kernel does not fit)."""
+        """Number of query positions: the convolution's output size (can be <= 0 if the kernel does
+        not fit).
+        """
         return (self.keys - self.extent) // self.stride + 1
 
     @property
@@ -114,20 +116,16 @@ class Axis:
     def first_query(self) -> int:
         """Pixel of the first query.
 
-        It is 0 with numeric padding. With "same" padding, whose width depends on the image size, it is the pixel under
-        the centre of the kernel.
+        It is 0 with numeric padding. With "same" padding, whose width depends on the image size, it
+        is the pixel under the centre of the kernel.
         """
-        return (
-            (self.extent - 1) // 2 - self.before if isinstance(self.padding, str) else 0
-        )
+        return (self.extent - 1) // 2 - self.before if isinstance(self.padding, str) else 0
 
     def query_positions(self, like: Tensor) -> Tensor:
         """Return the query pixels, shape (queries,), with the dtype and device of ``like``."""
         first = self.first_query
         end = first + self.queries * self.stride
-        return torch.arange(
-            first, end, self.stride, dtype=like.dtype, device=like.device
-        )
+        return torch.arange(first, end, self.stride, dtype=like.dtype, device=like.device)
 
     def key_positions(self, like: Tensor) -> Tensor:
         """Return the key pixels, shape (keys,), with the dtype and device of ``like``."""
@@ -139,7 +137,9 @@ class Axis:
 def axes(
     size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair
 ) -> tuple[Axis, Axis]:
-    """Return the vertical and the horizontal axis of a convolution-like layer on a map of ``size`` (H, W)."""
+    """Return the vertical and the horizontal axis of a convolution-like layer on a map of ``size``
+    (H, W).
+    """
     paddings = (padding, padding) if isinstance(padding, str) else padding
     taps = zip(dilation, kernel_size, strict=True)
     extents = [step * (count - 1) + 1 for step, count in taps]
@@ -148,7 +148,8 @@ def axes(
 
 
 def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
-    """Return v_pos of a Gaussian around a centre: ``v_pos · r = -alpha ||delta - Delta||^2 + const`` (Eq. 4).
+    """Return v_pos of a Gaussian around a centre: ``v_pos · r = -alpha ||delta - Delta||^2 +
+    const`` (Eq. 4).
 
     Args:
         locality_strength: alpha, shape (heads,).
@@ -173,8 +174,8 @@ def positional_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return the two one-dimensional factors of ``softmax_j(v_pos · r_ij)``.
 
-    The factors are computed in float64 where the device supports it: logits grow with the square of the distance, but
-    the softmax depends on their differences.
+    The factors are computed in float64 where the device supports it: logits grow with the square of
+    the distance, but the softmax depends on their differences.
 
     Args:
         position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3).
@@ -185,8 +186,8 @@ def positional_factors(
         dtype: Dtype of the result; by default that of the computation.
 
     Returns:
-        Rows, shape (heads, y.queries, y.keys), and columns, shape (heads, x.queries, x.keys). With the padding they are
-        distributions over the keys.
+        Rows, shape (heads, y.queries, y.keys), and columns, shape (heads, x.queries, x.keys). With
+        the padding they are distributions over the keys.
     """
     squared, along_y, along_x = widest(position)[:, :, None, None].unbind(1)
     normalize = torch.log_softmax if logarithm else torch.softmax
@@ -196,14 +197,16 @@ def positional_factors(
         # w_0 delta^2 + w_i delta of one axis, by Horner's rule.
         attention = normalize((squared * offset + linear) * offset, -1)
         if not padding:
-            # The padding is cut off after the softmax, because attention to the padding counts in its normalisation.
-            # Whether "same" adds padding depends on the size: a view of all keys, or of some, would be a branch on it.
+            # The padding is cut off after the softmax, because attention to the padding counts in
+            # its normalisation. Whether "same" adds padding depends on the size: a view of all
+            # keys, or of some, would be a branch on it.
             pixels = torch.arange(axis.length, device=squared.device) + axis.before
             attention = attention.index_select(-1, pixels)
         return attention.to(dtype or squared.dtype)
 
-    # On equal axes both factors are computed at once: at 14 x 14 tokens the number of operations, not their size, takes
-    # the time. In a traced graph this branch would give one graph for square images and another for the rest.
+    # On equal axes both factors are computed at once: at 14 x 14 tokens the number of operations,
+    # not their size, takes the time. In a traced graph this branch would give one graph for square
+    # images and another for the rest.
     if not (traces_sizes() or torch.compiler.is_compiling()) and y == x:
         rows, cols = factor(torch.stack([along_y, along_x]), y)
         return rows, cols
@@ -211,7 +214,8 @@ def positional_factors(
 
 
 def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
-    """Apply ``rows (x) cols`` to values without forming the product: O(N (H + W)) instead of O(N^2).
+    """Apply ``rows (x) cols`` to values without forming the product: O(N (H + W)) instead of
+    O(N^2).
 
     Args:
         rows: Positional attention along y, shape (heads, queries_y, H).
@@ -222,19 +226,17 @@ def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
         Output of shape (B, heads, queries_y, queries_x, C).
     """
     if values.shape[1] == 1:
-        # Shared values come from a feature map, whose channels are first in memory. Keeping this order avoids copies.
+        # Shared values come from a feature map, whose channels are first in memory. Keeping this
+        # order avoids copies.
         along_rows = torch.einsum("hyj,bjic->bchyi", rows, values[:, 0])
         return torch.einsum("hxi,bchyi->bchyx", cols, along_rows).permute(0, 2, 3, 4, 1)
     batch, heads, height, width, channels = values.shape
     queries_y = rows.shape[1]
     queries_x = cols.shape[1]
-    # One matrix product per head and axis, in which all other dimensions are flattened into columns.
-    columns = values.permute(1, 2, 0, 3, 4).reshape(
-        heads, height, batch * width * channels
-    )
+    # One matrix product per head and axis, in which all other dimensions are flattened into
+    # columns.
+    columns = values.permute(1, 2, 0, 3, 4).reshape(heads, height, batch * width * channels)
     along_rows = (rows @ columns).view(heads, queries_y, batch, width, channels)
-    columns = along_rows.permute(0, 3, 2, 1, 4).reshape(
-        heads, width, batch * queries_y * channels
-    )
+    columns = along_rows.permute(0, 3, 2, 1, 4).reshape(heads, width, batch * queries_y * channels)
     output = (cols @ columns).view(heads, queries_x, batch, queries_y, channels)
     return output.permute(2, 0, 3, 1, 4)

@@ -1,4 +1,6 @@
-"""Exact statistics of exact attention, one block of queries at a time, optionally in the pass that applies it."""
+"""Exact statistics of exact attention, one block of queries at a time, optionally in the pass that
+applies it.
+"""
 
 from dataclasses import dataclass
 
@@ -16,19 +18,23 @@ __all__ = ["AttentionStatistics", "apply_and_measure", "measure"]
 class AttentionStatistics:
     """Entropies, distances and sums of a gated attention, for every query.
 
-    All are in float32, or in float64 if the attention is, and have no gradients. A is the whole attention, C its
-    content part and P its positional part. A and P are distributions over the real pixels and the zero padding, C over
-    real pixels only. Entropies are in nats, distances in input pixels of the layer.
+    All are in float32, or in float64 if the attention is, and have no gradients. A is the whole
+    attention, C its content part and P its positional part. A and P are distributions over the real
+    pixels and the zero padding, C over real pixels only. Entropies are in nats, distances in input
+    pixels of the layer.
 
     Args:
-        log_sum_exp: Log-sum-exp over keys of the content logits q k^T / sqrt(d), shape (B, heads, N_query).
+        log_sum_exp: Log-sum-exp over keys of the content logits q k^T / sqrt(d), shape (B, heads,
+            N_query).
         entropy: -sum_j A_ij log A_ij, shape (B, heads, N_query).
         content_entropy: -sum_j C_ij log C_ij, shape (B, heads, N_query).
-        positional_entropy: -sum_j P_ij log P_ij, which does not depend on the image, shape (heads, N_query).
-        attention_distance: sum_j A_ij ||delta_ij||, ConViT's non-locality, shape (B, heads, N_query).
+        positional_entropy: -sum_j P_ij log P_ij, which does not depend on the image, shape (heads,
+            N_query).
+        attention_distance: sum_j A_ij ||delta_ij||, ConViT's non-locality, shape (B, heads,
+            N_query).
         received: sum_i A_ij, the attention that each real pixel receives, shape (B, heads, H * W).
-        largest_logit: Largest content logit of each query, shape (B, heads, N_query); None if the Triton kernels
-            computed the statistics.
+        largest_logit: Largest content logit of each query, shape (B, heads, N_query); None if the
+            Triton kernels computed the statistics.
         content_received: sum_i C_ij, shape (B, heads, H * W); None unless requested.
     """
 
@@ -42,9 +48,7 @@ class AttentionStatistics:
     content_received: Tensor | None = None
 
 
-def measure(
-    attention: GatedAttention, *, content_received: bool = False
-) -> AttentionStatistics:
+def measure(attention: GatedAttention, *, content_received: bool = False) -> AttentionStatistics:
     """Measure an attention without forming an N x N tensor.
 
     Args:
@@ -99,14 +103,13 @@ def _measure_in_blocks(
             position = _positional_block(attention, rows, cols, heads, queries, dtype)
         logits = query[block] @ key[image, heads].transpose(1, 2)
         content = torch.softmax(logits, -1)
-        # log C = logit - highest + log of the highest C, so the log-sum-exp needs no second pass over the logits.
+        # log C = logit - highest + log of the highest C, so the log-sum-exp needs no second pass
+        # over the logits.
         highest = logits.amax(-1, keepdim=True)
         log_largest = content.amax(-1).log()
         largest_logit[block] = highest[..., 0]
         log_sum_exp[block] = highest[..., 0] - log_largest
-        content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(
-            -1
-        )
+        content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(-1)
         if content_sums is not None:
             content_sums[image, heads] += content.sum(1)
         # C is not needed any more, so it can be overwritten.
@@ -114,11 +117,10 @@ def _measure_in_blocks(
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
             output[block] = mixed.to(values.dtype) @ values[image, value_heads]
-        # Entropies and distances are sums over real pixels and over the padding, whose part is the same for all images.
+        # Entropies and distances are sums over real pixels and over the padding, whose part is the
+        # same for all images.
         entropy[block] = _entropy(mixed) + position.entropy_on_padding
-        distance[block] = (mixed * position.distance).sum(
-            -1
-        ) + position.distance_on_padding
+        distance[block] = (mixed * position.distance).sum(-1) + position.distance_on_padding
         received[image, heads] += mixed.sum(1)
     # The entropy of a product distribution is the sum of the entropies of its factors.
     along_y = _entropy(rows).to(dtype)[:, :, None]
@@ -187,11 +189,6 @@ def _positional_block(
 
 def _entropy(attention: Tensor) -> Tensor:
     """Return -sum A log A over the last dimension, with 0 log 0 = 0."""
-    # This is several times faster than torch.special.entr. Zeros are replaced by the smallest normal number in the
-    # logarithm, which would not be finite otherwise.
-    return (
-        -attention.clamp_min(torch.finfo(attention.dtype).tiny)
-        .log_()
-        .mul_(attention)
-        .sum(-1)
-    )
+    # This is several times faster than torch.special.entr. Zeros are replaced by the smallest
+    # normal number in the logarithm, which would not be finite otherwise.
+    return -attention.clamp_min(torch.finfo(attention.dtype).tiny).log_().mul_(attention).sum(-1)

@@ -1,4 +1,6 @@
-"""Gated attention and statistics of softmax attention on the GPU (Triton), in linear memory (README.md)."""
+"""Gated attention and statistics of softmax attention on the GPU (Triton), in linear memory
+(README.md).
+"""
 
 from tcnn_model.kernels.ops import available, gated_attention
 from tcnn_model.kernels.softmax import (

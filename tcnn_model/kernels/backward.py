@@ -1,4 +1,6 @@
-"""Backward kernels (Triton): one over blocks of queries, one over blocks of keys for k, one for the values."""
+"""Backward kernels (Triton): one over blocks of queries, one over blocks of keys for k, one for the
+values.
+"""
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
@@ -42,9 +44,11 @@ def _grad_attention(
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, with zeros past the last rows.
+    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, with zeros past
+    the last rows.
 
-    ``left`` has the rows of gradients and ``right`` those of values. If the two are exchanged, the result is dA^T.
+    ``left`` has the rows of gradients and ``right`` those of values. If the two are exchanged, the
+    result is dA^T.
     """
     rows = block(left, start_l, l_rows - 1, l_stride, LEFT)[:, None]
     cols = block(right, start_r, r_rows - 1, r_stride, RIGHT)[:, None]
@@ -87,15 +91,14 @@ def _queries(
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
     table += h * TABLE * n_q
     content += bh * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
-        table, clamped, n_q
-    )
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
     highest = tl.load(content + clamped)
     share = 1 / tl.load(content + rows + clamped)
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
     mean_x = tl.load(table + MEAN_X * n_q + clamped)
     variance = tl.load(table + VARIANCE * n_q + clamped)
-    # Sum over keys of P dA and, with u = t - E[t], its covariances with u and |u|^2. Centring avoids cancellation.
+    # Sum over keys of P dA and, with u = t - E[t], its covariances with u and |u|^2. Centring
+    # avoids cancellation.
     mass = tl.zeros((QUERIES,), ACC)
     cov_y = tl.zeros((QUERIES,), ACC)
     cov_x = tl.zeros((QUERIES,), ACC)
@@ -137,8 +140,9 @@ def _queries(
         c = weight * share[:, None]
         n = start + tl.arange(0, KEYS)
         c = tl.where((n < n_k)[None, :], c, 0.0)
-        # The mean of dA under C is known only at the end. The estimate from the keys so far is subtracted before the
-        # product is rounded for the tensor cores, and the sum under the previous estimate is moved to the new one.
+        # The mean of dA under C is known only at the end. The estimate from the keys so far is
+        # subtracted before the product is rounded for the tensor cores, and the sum under the
+        # previous estimate is moved to the new one.
         total += tl.sum(c, 1)
         weighted += tl.sum(c * da, 1)
         estimate = weighted / tl.where(total > 0, total, 1.0)
@@ -311,8 +315,8 @@ def backward_queries(
         grad: Gradient of the output, shape (B, heads, N_q, C).
 
     Returns:
-        Gradients of q, of position (heads, 3) and of gate (heads,), the last two in float64; and the mean of
-        dA under content attention, (B, heads, N_q), which :func:`backward_keys` needs.
+        Gradients of q, of position (heads, 3) and of gate (heads,), the last two in float64; and
+        the mean of dA under content attention, (B, heads, N_q), which :func:`backward_keys` needs.
     """
     dim = q.shape[3]  # aligned() may add columns of zeros
     channels = v.shape[3]

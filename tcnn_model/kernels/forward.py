@@ -1,4 +1,6 @@
-"""Forward kernels (Triton): the normaliser of content attention, then the mixed attention times the values."""
+"""Forward kernels (Triton): the normaliser of content attention, then the mixed attention times the
+values.
+"""
 
 # Triton's compile-time constants are upper case, and each is tested in a separate if.
 # ruff: noqa: N803, SIM102
@@ -47,7 +49,8 @@ def _lse(
     q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
-    # An online softmax: sums over the keys so far are relative to their highest logit, and rescaled when it rises.
+    # An online softmax: sums over the keys so far are relative to their highest logit, and rescaled
+    # when it rises.
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
@@ -111,12 +114,11 @@ def _mix(
     # Parameters of the queries for the positional part, then for the content part.
     table += h * TABLE * n_q
     content += bh * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
-        table, clamped, n_q
-    )
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
     # float64 keeps the precision of 1 - g if the gate is near 1.
     g = tl.load(gate + h).to(tl.float64)
-    # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum per weight.
+    # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum per
+    # weight.
     normaliser += log2_of(g.to(ACC))
     highest = tl.load(content + clamped)
     total = tl.load(content + rows + clamped)
@@ -148,11 +150,13 @@ def _mix(
         a = content_part + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
-            # Programs that differ only in their channels form the same attention, which the first of them measures.
+            # Programs that differ only in their channels form the same attention, which the first
+            # of them measures.
             if tile == 0:
                 valid_pairs = (n < n_k)[None, :] & (m < n_q)[:, None]
                 a = tl.where(valid_pairs, a, 0.0)
-                # 1e-37 is about the smallest normal float32 number: 0 times the logarithm of 0 would be NaN.
+                # 1e-37 is about the smallest normal float32 number: 0 times the logarithm of 0
+                # would be NaN.
                 logarithm = tl.log2(tl.maximum(a, 1e-37))
                 bits -= tl.sum(a * logarithm, 1)
                 # Distances are from the query, but t is relative to the query's reference.
@@ -161,9 +165,7 @@ def _mix(
                 lengths = tl.sqrt(dy * dy + dx * dx)
                 far += tl.sum(a * lengths, 1)
                 by_key = tl.sum(a, 0)
-                tl.atomic_add(
-                    received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed"
-                )
+                tl.atomic_add(received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed")
     # The rows of a head are not adjacent in memory, (B, N_q, heads, C).
     step = o_n * UNIT
     out_rows = (
@@ -197,18 +199,17 @@ def content_normaliser(
         statistics: Whether to compute the entropy.
 
     Returns:
-        Normaliser, shape (2, B, heads, N_q): the highest logit of each query to base 2, and the sum over keys of
-        2^(logit - highest). They are kept separate, because the rounding error of a single number would be as large as
-        that of the logit. With ``statistics`` also the entropy in nats, (B, heads, N_q).
+        Normaliser, shape (2, B, heads, N_q): the highest logit of each query to base 2, and the sum
+        over keys of 2^(logit - highest). They are kept separate, because the rounding error of a
+        single number would be as large as that of the logit. With ``statistics`` also the entropy
+        in nats, (B, heads, N_q).
     """
     batch, heads, n_q, dim = q.shape
     n_k = k.shape[2]
     q = launch.aligned(q)
     k = launch.aligned(k)
     size = launch.blocks("lse", q, dim)
-    normaliser = launch.empty(
-        2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype)
-    )
+    normaliser = launch.empty(2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype))
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
     blocks_of_queries = triton.cdiv(n_q, size.queries)
     programs = batch * heads * blocks_of_queries
@@ -250,8 +251,9 @@ def mix(
         statistics: Whether to compute the statistics.
 
     Returns:
-        Output, shape (B, heads, N_q, C), in memory (B, N_q, heads, C); and, with ``statistics``, entropy and attention
-        distance, both (B, heads, N_q), and the attention that each key receives, (B, heads, N_k).
+        Output, shape (B, heads, N_q, C), in memory (B, N_q, heads, C); and, with ``statistics``,
+        entropy and attention distance, both (B, heads, N_q), and the attention that each key
+        receives, (B, heads, N_k).
     """
     batch, heads, n_q, dim = q.shape
     n_k, channels = v.shape[2:]
@@ -264,9 +266,7 @@ def mix(
     measured = (normaliser,) * 3
     padding = (normaliser,) * 2
     if statistics:
-        entropy, distance = (
-            launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2)
-        )
+        entropy, distance = (launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2))
         # Programs add to this tensor, so it starts from zeros.
         received = normaliser.new_zeros(batch, heads, n_k)
         measured = (entropy, distance, received)

@@ -29,7 +29,9 @@ Pass = Literal["lse", "mix", "queries", "keys", "values", "statistics"]
 
 
 class Blocks(NamedTuple):
-    """Tile of a program: ``queries`` x ``keys`` attention weights, and ``channels`` of the values at a time."""
+    """Tile of a program: ``queries`` x ``keys`` attention weights, and ``channels`` of the values
+    at a time.
+    """
 
     queries: int
     keys: int
@@ -45,8 +47,8 @@ class Blocks(NamedTuple):
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Tile sizes by bytes per element of q, k and v. They were chosen by reasoning and by the compiler's report of registers
-# (README, "Blocks"), and are still to be tuned on a GPU.
+# Tile sizes by bytes per element of q, k and v. They were chosen by reasoning and by the compiler's
+# report of registers (README, "Blocks"), and are still to be tuned on a GPU.
 _BLOCKS: dict[int, dict[Pass, Blocks]] = {
     2: {
         "lse": Blocks(128, 128, 0, warps=8, stages=3),
@@ -88,15 +90,11 @@ def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
     size = _BLOCKS[like.dtype.itemsize][which]
     # q, k and the sums over d grow with d, and share registers with the tile.
     if dim > 128:
-        size = size._replace(
-            queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2
-        )
+        size = size._replace(queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2)
     if like.is_cuda:
         properties = torch.cuda.get_device_properties(like.device)
         if properties.shared_memory_per_block_optin < _ROOMY:
-            size = size._replace(
-                channels=min(size.channels, 128), stages=min(size.stages, 2)
-            )
+            size = size._replace(channels=min(size.channels, 128), stages=min(size.stages, 2))
     return size._replace(channels=min(size.channels, power_of_two(channels)))
 
 
@@ -112,7 +110,8 @@ def using_blocks(forced: Blocks) -> Iterator[None]:
 
 def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate uninitialised memory on the device of ``like``."""
-    # All results of kernels are allocated here, so that tests can fill them with NaN and find elements never written.
+    # All results of kernels are allocated here, so that tests can fill them with NaN and find
+    # elements never written.
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
@@ -131,7 +130,9 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def numerics(dtype: torch.dtype) -> dict[str, Any]:
-    """Return a kernel's numeric options for ``dtype``; float32 products follow PyTorch's setting of TF32."""
+    """Return a kernel's numeric options for ``dtype``; float32 products follow PyTorch's setting of
+    TF32.
+    """
     import triton
 
     return {
@@ -150,20 +151,19 @@ def power_of_two(size: int) -> int:
 
 def unit(dtype: torch.dtype) -> int:
     """Return the number of elements in 16 bytes, the widest load."""
-    # Kernels take strides in these units, so that the compiler knows that rows of any length are aligned.
+    # Kernels take strides in these units, so that the compiler knows that rows of any length are
+    # aligned.
     return 16 // dtype.itemsize
 
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return a tensor of 4 dimensions whose rows can be read 16 bytes at a time.
 
-    This is the tensor itself if possible, else a copy with zeros at the end of the rows: ``d = C // heads`` is often
-    odd, and rows of odd length would be read element by element.
+    This is the tensor itself if possible, else a copy with zeros at the end of the rows: ``d = C //
+    heads`` is often odd, and rows of odd length would be read element by element.
     """
     step = unit(tensor.dtype)
-    strides_fit = tensor.stride(3) == 1 and all(
-        s % step == 0 for s in tensor.stride()[:3]
-    )
+    strides_fit = tensor.stride(3) == 1 and all(s % step == 0 for s in tensor.stride()[:3])
     if strides_fit and tensor.shape[3] % step == 0 and tensor.data_ptr() % 16 == 0:
         return tensor
     padding = (0, -tensor.shape[3] % step)
@@ -171,7 +171,9 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of image, head and row in units; that of heads is 0 if they share the tensor."""
+    """Return the strides of image, head and row in units; that of heads is 0 if they share the
+    tensor.
+    """
     step = unit(tensor.dtype)
     image, head, row = (stride // step for stride in tensor.stride()[:3])
     # The stride of a dimension of size one is arbitrary in torch.

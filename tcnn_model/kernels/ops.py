@@ -1,7 +1,7 @@
 """Gated positional self-attention as PyTorch operators, for autograd, torch.compile and autocast.
 
-The kernels themselves are imported when an operator first runs, so that importing this file needs neither Triton nor a
-GPU.
+The kernels themselves are imported when an operator first runs, so that importing this file needs
+neither Triton nor a GPU.
 """
 
 import math
@@ -24,7 +24,9 @@ __all__ = ["available", "gated_attention"]
 
 
 def available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``, by Triton on a GPU or its interpreter (TRITON_INTERPRET=1)."""
+    """Return whether the kernels run on ``device``, by Triton on a GPU or its interpreter
+    (TRITON_INTERPRET=1).
+    """
     if find_spec("triton") is None:
         return False
     return device.type == "cuda" or (
@@ -37,28 +39,29 @@ def gated_attention(
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """Apply an attention to values and optionally measure it, without an N x N tensor.
 
-    The output is differentiable once in query, key, values, position and gate. On a GPU ``received`` is summed in no
-    fixed order; everything else is reproducible bit by bit.
+    The output is differentiable once in query, key, values, position and gate. On a GPU
+    ``received`` is summed in no fixed order; everything else is reproducible bit by bit.
 
     Args:
-        attention: Attention in float16, bfloat16, float32 or float64, for at least one image, on a device where the
-            kernels are :func:`available`.
-        values: Values, shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C). They are not checked here.
+        attention: Attention in float16, bfloat16, float32 or float64, for at least one image, on a
+            device where the kernels are :func:`available`.
+        values: Values, shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C). They
+            are not checked here.
         statistics: Whether to measure the attention.
 
     Returns:
-        Output, shape (B, heads, N_query, C), in memory (B, N_query, heads, C); and the statistics, or None.
+        Output, shape (B, heads, N_query, C), in memory (B, N_query, heads, C); and the statistics,
+        or None.
 
     Raises:
-        ValueError: If there are more than 2^22 keys, whose rows are computed by a division in float32.
+        ValueError: If there are more than 2^22 keys, whose rows are computed by a division in
+            float32.
     """
     y = list(Line.of(attention.y))
     x = list(Line.of(attention.x))
     keys = Grid.unpack(y, x).extended
     if keys > _MAX_KEYS:
-        raise ValueError(
-            f"expected at most {_MAX_KEYS} keys, padding included, got {keys}"
-        )
+        raise ValueError(f"expected at most {_MAX_KEYS} keys, padding included, got {keys}")
     position = widest(attention.position)
     arguments = (
         attention.query,
@@ -71,8 +74,8 @@ def gated_attention(
     )
     if not statistics:
         return _forward(*arguments)[0], None
-    out, normaliser, table, entropy, content_entropy, distance, received = (
-        _forward_with_statistics(*arguments)
+    out, normaliser, table, entropy, content_entropy, distance, received = _forward_with_statistics(
+        *arguments
     )
     # The kernels use logarithms to base 2; statistics are in nats.
     highest, total = normaliser.detach()
@@ -92,10 +95,11 @@ _MAX_KEYS = 2**22  # tiles.key_pixels
 
 def _output(q: Tensor, v: Tensor) -> Tensor:
     """Allocate the output of ``forward.mix``."""
-    # torch.compile relies on the strides of a fake result, so they must be those of the real output.
-    return launch.padded_empty(
-        q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v
-    ).transpose(1, 2)
+    # torch.compile relies on the strides of a fake result, so they must be those of the real
+    # output.
+    return launch.padded_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v).transpose(
+        1, 2
+    )
 
 
 def _normaliser(q: Tensor) -> Tensor:
@@ -138,18 +142,14 @@ def _forward_with_statistics(
     with torch.cuda.device_of(q):
         table = tables.positional_table(position, grid, at_least_float32(q.dtype))
         normaliser, content_entropy = forward.content_normaliser(q, k, statistics=True)
-        out, measured = forward.mix(
-            q, k, v, normaliser, gate, table, grid, statistics=True
-        )
+        out, measured = forward.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
     assert content_entropy is not None
     assert measured is not None
     entropy, distance, received = measured
     return out, normaliser, table, entropy, content_entropy, distance, received
 
 
-@torch.library.custom_op(
-    "tcnn_model::gated_attention_backward_queries", mutates_args=()
-)
+@torch.library.custom_op("tcnn_model::gated_attention_backward_queries", mutates_args=())
 def _backward_queries(
     q: Tensor,
     k: Tensor,
@@ -164,9 +164,7 @@ def _backward_queries(
     from tcnn_model.kernels import backward
 
     with torch.cuda.device_of(q):
-        return backward.backward_queries(
-            q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad
-        )
+        return backward.backward_queries(q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad)
 
 
 @torch.library.custom_op("tcnn_model::gated_attention_backward_keys", mutates_args=())
@@ -200,9 +198,7 @@ def _backward_values(
     from tcnn_model.kernels import backward
 
     with torch.cuda.device_of(q):
-        return backward.backward_values(
-            q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad
-        )
+        return backward.backward_values(q, k, v, normaliser, gate, table, Grid.unpack(y, x), grad)
 
 
 @_forward.register_fake
@@ -233,7 +229,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     ]
 )
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    """Return twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
+    """Return twice the multiply-adds of the products with keys and with values; arguments are
+    shapes, not tensors.
+    """
     weights = math.prod(q[:3]) * k[2]
     return int(2 * weights * (q[3] + v[3]))
 

@@ -1,7 +1,7 @@
 """The functions of the kernels in dense PyTorch, with the same signatures.
 
-They are meant to be read beside the derivation, and to test the kernels against. Everything is computed in the dtype of
-sums (float32, or float64 for float64), with N x N tensors.
+They are meant to be read beside the derivation, and to test the kernels against. Everything is
+computed in the dtype of sums (float32, or float64 for float64), with N x N tensors.
 """
 
 import math
@@ -31,8 +31,8 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
     """Measure positional attention along an axis.
 
     Returns:
-        Reference, slope at the reference, log2 normaliser, E[t], Var[t], reference - query and entropy, each of shape
-        (heads, queries).
+        Reference, slope at the reference, log2 normaliser, E[t], Var[t], reference - query and
+        entropy, each of shape (heads, queries).
     """
     query = line.query_positions(curvature.device)
     key = line.key_positions(curvature.device)
@@ -60,7 +60,9 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
 
 
 def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Return the table of positional attention, shape (heads, 12, N_q), rows as named in tiles.py."""
+    """Return the table of positional attention, shape (heads, 12, N_q), rows as named in
+    tiles.py.
+    """
     curvature, slope_y, slope_x = (position.double() * _LOG2E).unbind(-1)
     shape = (len(position), grid.y.queries, grid.x.queries)
     along_y = _line(curvature, slope_y, grid.y)
@@ -87,7 +89,9 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
 
 
 def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pixels y and x of the keys of the extended grid, row-major, and a mask of the real ones."""
+    """Return the pixels y and x of the keys of the extended grid, row-major, and a mask of the real
+    ones.
+    """
     rows, cols = (line.key_positions(like.device).to(like.dtype) for line in grid)
     y = rows.repeat_interleave(len(cols))
     x = cols.repeat(len(rows))
@@ -97,7 +101,9 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return positional attention to the keys at (y, x), and t_y, t_x from the reference, (heads, N_q, keys) each."""
+    """Return positional attention to the keys at (y, x), and t_y, t_x from the reference, (heads,
+    N_q, keys) each.
+    """
     columns = table[:, :6, :, None].unbind(1)
     reference_y, reference_x, slope_y, slope_x, curvature, normaliser = columns
     ty = y - reference_y
@@ -107,9 +113,7 @@ def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Te
     return torch.exp2(along_y + (along_x + normaliser)), ty, tx
 
 
-def _measure(
-    attention: Tensor, ty: Tensor, tx: Tensor, table: Tensor
-) -> tuple[Tensor, Tensor]:
+def _measure(attention: Tensor, ty: Tensor, tx: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the contribution of keys to entropy and attention distance."""
     offset_y, offset_x = table[:, 9:11, :, None].unbind(1)
     distance = torch.hypot(ty + offset_y, tx + offset_x)
@@ -118,9 +122,7 @@ def _measure(
     return entropy, mean_distance
 
 
-def padding_statistics(
-    gate: Tensor, table: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor]:
+def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return the entropy (nats) and attention distance on the padding, (heads, N_q) each."""
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[~real], x[~real])
@@ -138,7 +140,9 @@ def _logits(q: Tensor, k: Tensor) -> Tensor:
 def content_normaliser(
     q: Tensor, k: Tensor, *, statistics: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy, (B, heads, N_q)."""
+    """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy,
+    (B, heads, N_q).
+    """
     logits = _logits(q, k)
     highest = logits.amax(-1)
     total = torch.exp2(logits - highest[..., None]).sum(-1)
@@ -161,7 +165,8 @@ def _attention(
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[real], x[real])
     c = _content(q, k, normaliser)
-    # 1 - gate is computed in the gate's dtype, because a narrower one would lose its precision for gates near 1.
+    # 1 - gate is computed in the gate's dtype, because a narrower one would lose its precision for
+    # gates near 1.
     position_share = gate[:, None, None]
     content_share = 1 - position_share
     # Eq. (7).
@@ -181,7 +186,9 @@ def mix(
     *,
     statistics: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Return the output (B, heads, N_q, C) and, with ``statistics``, entropy, distance and received."""
+    """Return the output (B, heads, N_q, C) and, with ``statistics``, entropy, distance and
+    received.
+    """
     a, _, _, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     out = (a @ v.to(a.dtype)).to(v.dtype)
     if not statistics:
@@ -204,7 +211,9 @@ def backward_queries(
     grid: Grid,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C, (B, heads, N_q)."""
+    """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C,
+    (B, heads, N_q).
+    """
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     # O = A v.
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
@@ -214,8 +223,8 @@ def backward_queries(
     content_scale = _content_scale(q, gate, c.dtype)
     dq = content_scale * ds @ k.to(c.dtype)
 
-    # P is a softmax of logits linear in position, so the gradient is the covariance under P of dA with |delta|^2,
-    # delta_y and delta_x.
+    # P is a softmax of logits linear in position, so the gradient is the covariance under P of dA
+    # with |delta|^2, delta_y and delta_x.
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
     uy = ty - mean_y[..., None]
     ux = tx - mean_x[..., None]
@@ -254,7 +263,9 @@ def backward_keys(
 
 
 def _content_scale(q: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor of content logits in the output, (1 - gate) / sqrt(d), shape (heads, 1, 1)."""
+    """Return the factor of content logits in the output, (1 - gate) / sqrt(d), shape (heads, 1,
+    1).
+    """
     content_share = (1 - gate).to(dtype)[:, None, None]
     return content_share * q.shape[-1] ** -0.5
 

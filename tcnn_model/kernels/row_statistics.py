@@ -1,7 +1,9 @@
-"""Statistics of softmax attention in one pass over tiles of its logits (Triton), without an N x N tensor.
+"""Statistics of softmax attention in one pass over tiles of its logits (Triton), without an N x N
+tensor.
 
-Sums over columns need the normalised attention, so each program forms its tiles again once it knows the sums of its
-queries. This takes twice the products, but a single kernel. Programs add to the columns by atomic additions.
+Sums over columns need the normalised attention, so each program forms its tiles again once it knows
+the sums of its queries. This takes twice the products, but a single kernel. Programs add to the
+columns by atomic additions.
 """
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
@@ -25,8 +27,8 @@ __all__ = ["attention_statistics"]
 _LOWEST = tl.constexpr(-1e30)
 _HIDDEN = tl.constexpr(float("-inf"))
 
-# The addresses of a mask's tile take two registers each, so that tiles of 64 keys spill registers at 128 channels
-# (Triton 3.9, for compute capability 9.0).
+# The addresses of a mask's tile take two registers each, so that tiles of 64 keys spill registers
+# at 128 channels (Triton 3.9, for compute capability 9.0).
 _KEYS_WITH_MASK = 32
 
 # Kinds of masks.
@@ -59,13 +61,17 @@ def _logits(
 
 @triton.jit
 def _bounded(x):
-    """Return x, but at least :data:`_LOWEST`; NaN stays NaN, which the hardware's maximum would ignore."""
+    """Return x, but at least :data:`_LOWEST`; NaN stays NaN, which the hardware's maximum would
+    ignore.
+    """
     return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _from_hidden(highest):
-    """Return the number to subtract from logits: the highest, or 0 if all are hidden, because -inf - -inf is NaN."""
+    """Return the number to subtract from logits: the highest, or 0 if all are hidden, because -inf
+    - -inf is NaN.
+    """
     return tl.where(highest == _HIDDEN, 0.0, highest)
 
 
@@ -83,7 +89,8 @@ def _sums(
 ):  # fmt: skip
     """Return the highest logit of the keys ``first`` to ``last``, and three sums over these keys.
 
-    With w = exp(s - highest), they are the sums of w, of w (s - highest), and of w times the distance.
+    With w = exp(s - highest), they are the sums of w, of w (s - highest), and of w times the
+    distance.
     """
     highest = tl.full((QUERIES,), _HIDDEN, ACC)
     total = tl.zeros((QUERIES,), ACC)
@@ -239,7 +246,8 @@ def attention_statistics(
         q: Queries, shape (rows, heads, N_q, d).
         k: Keys, shape (rows, heads, N_k, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_q, N_k).
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads,
+            N_q, N_k).
         queries, keys: Positions of the tokens; None if they are not known.
         received: Whether to sum the columns, too.
     """
@@ -299,7 +307,9 @@ def attention_statistics(
 
 
 def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
-    """Return the width, and spacing and origin for compile-time constants; as arguments they would be float32."""
+    """Return the width, and spacing and origin for compile-time constants; as arguments they would
+    be float32.
+    """
     if tokens is None:
         return 1, (0.0, 0.0, 0.0, 0.0)
     numbers = (*tokens.spacing, *tokens.origin)
@@ -309,7 +319,9 @@ def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
 def _prepared(
     mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[int, Tensor | None, tuple[Any, ...]]:
-    """Return the kind of a mask, a view of its memory, and its strides, which are 0 in broadcast dimensions."""
+    """Return the kind of a mask, a view of its memory, and its strides, which are 0 in broadcast
+    dimensions.
+    """
     if mask is None:
         return 0, None, (0, 0, 0, 0)
     mask = mask.expand(shape)

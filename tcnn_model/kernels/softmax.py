@@ -1,6 +1,8 @@
-"""Statistics of plain softmax attention: their arguments and results, and the tensors on which the kernel runs.
+"""Statistics of plain softmax attention: their arguments and results, and the tensors on which the
+kernel runs.
 
-The kernel itself is imported when it first runs, so that importing this file needs neither Triton nor a GPU.
+The kernel itself is imported when it first runs, so that importing this file needs neither Triton
+nor a GPU.
 """
 
 from typing import NamedTuple
@@ -12,8 +14,8 @@ from tcnn_model.kernels.ops import available
 
 __all__ = ["RowStatistics", "TokenGrid", "attention_statistics", "can_measure"]
 
-# Largest size of a head's channels in bytes for which the tiles take less than 99 KB, the shared memory that every GPU
-# since Ampere has.
+# Largest size of a head's channels in bytes for which the tiles take less than 99 KB, the shared
+# memory that every GPU since Ampere has.
 _WIDEST_HEAD = 512
 
 
@@ -35,7 +37,9 @@ class TokenGrid(NamedTuple):
     def positions(
         self, count: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the row and column of ``count`` tokens; tokens before the grid have those of its first cell."""
+        """Return the row and column of ``count`` tokens; tokens before the grid have those of its
+        first cell.
+        """
         cell = torch.arange(-self.prefix, count - self.prefix, device=device)
         cell = cell.clamp(min=0)
         y = cell // self.width * self.spacing[0] + self.origin[0]
@@ -46,17 +50,20 @@ class TokenGrid(NamedTuple):
 class RowStatistics(NamedTuple):
     """Statistics of softmax attention A with logits s, in float32, or float64 for float64.
 
-    A query for which a mask hides all keys attends to nothing: its A is 0, as in torch's own attention.
+    A query for which a mask hides all keys attends to nothing: its A is 0, as in torch's own
+    attention.
 
     Args:
         largest: max_j s_ij, shape (rows, heads, N_query); minus infinity where all keys are hidden.
-        log_sum_exp: log sum_j exp(s_ij - largest), of the same shape. It does not include the largest logit, because
-            their sum would have a rounding error as large as that of the logit.
+        log_sum_exp: log sum_j exp(s_ij - largest), of the same shape. It does not include the
+            largest logit, because their sum would have a rounding error as large as that of the
+            logit.
         expected_logit: sum_j A_ij (s_ij - largest), of the same shape.
         prefix: Sum of A_ij over the class and register tokens, of the same shape.
-        distance: Mean distance to the keys on the grid, weighted by A, of the same shape; 0 if all of these keys are
-            hidden. Rows are renormalised over the grid without a subtraction, so that the distance is precise even if
-            nearly all attention goes to the prefix. None without grids.
+        distance: Mean distance to the keys on the grid, weighted by A, of the same shape; 0 if all
+            of these keys are hidden. Rows are renormalised over the grid without a subtraction, so
+            that the distance is precise even if nearly all attention goes to the prefix. None
+            without grids.
         received: sum_i A_ij, shape (rows, heads, N_key); None unless requested.
     """
 
@@ -76,8 +83,9 @@ class RowStatistics(NamedTuple):
 def can_measure(q: Tensor, k: Tensor) -> bool:
     """Return whether the kernel can measure the attention of these queries and keys on their GPU.
 
-    The kernel needs Triton, an NVIDIA GPU of compute capability 8.0 or later, the same dtype for queries and keys, and
-    heads of at most 512 bytes: 256 channels in half precision, 128 in float32.
+    The kernel needs Triton, an NVIDIA GPU of compute capability 8.0 or later, the same dtype for
+    queries and keys, and heads of at most 512 bytes: 256 channels in half precision, 128 in
+    float32.
     """
     if q.device.type != "cuda" or torch.version.cuda is None:
         return False
@@ -107,9 +115,11 @@ def attention_statistics(
         q: Queries, shape (rows, heads, N_query, d); a row is an image, or a window of an image.
         k: Keys, shape (rows, heads, N_key, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_query, N_key).
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads,
+            N_query, N_key).
         queries, keys: Positions of the tokens; None if they are not known. Distances need both.
-        received: Whether to sum the attention that each key receives, too, which takes twice the products.
+        received: Whether to sum the attention that each key receives, too, which takes twice the
+            products.
     """
     from tcnn_model.kernels import row_statistics
 

@@ -46,8 +46,11 @@ def _line(
     before, keys,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Measure an axis in float64: reference pixel, its slope, log2 normaliser, mean and variance of t, entropy."""
-    # The reference is the key with the highest logit. Logits relative to it have no exponential that overflows.
+    """Measure an axis in float64: reference pixel, its slope, log2 normaliser, mean and variance of
+    t, entropy.
+    """
+    # The reference is the key with the highest logit. Logits relative to it have no exponential
+    # that overflows.
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
@@ -93,7 +96,8 @@ def _table(
     stride_x, first_x, before_x, keys_x,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # The table has one row per parameter of a query's positional attention, in the order of the constants in tiles.py.
+    # The table has one row per parameter of a query's positional attention, in the order of the
+    # constants in tiles.py.
     h = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     position += 3 * h
@@ -143,9 +147,7 @@ def _padding(
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     table += h * TABLE * n_q
-    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
-        table, clamped, n_q
-    )
+    ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(table, clamped, n_q)
     offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
     offset_x = tl.load(table + OFFSET_X * n_q + clamped)
     log_gate = log2_of(tl.load(gate + h).to(ACC))
@@ -190,9 +192,7 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     Returns:
         Table of shape (heads, 12, N_q), rows as named in tiles.py.
     """
-    table = launch.empty(
-        len(position), TABLE.value, grid.queries, like=position, dtype=dtype
-    )
+    table = launch.empty(len(position), TABLE.value, grid.queries, like=position, dtype=dtype)
     programs = (triton.cdiv(grid.queries, _QUERIES), len(position))
     y, x = grid
     _table[programs](
@@ -205,9 +205,7 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     return table
 
 
-def padding_statistics(
-    gate: Tensor, table: Tensor, grid: Grid
-) -> tuple[Tensor, Tensor]:
+def padding_statistics(gate: Tensor, table: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Compute the entropy (nats) and attention distance on the padding, the same for every image.
 
     Args:
@@ -218,9 +216,7 @@ def padding_statistics(
     Returns:
         Two tensors of shape (heads, N_q).
     """
-    entropy, distance = (
-        launch.empty(len(gate), grid.queries, like=table) for _ in range(2)
-    )
+    entropy, distance = (launch.empty(len(gate), grid.queries, like=table) for _ in range(2))
     programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))
     y, x = grid
     # Without padding the kernel need not loop over any keys.

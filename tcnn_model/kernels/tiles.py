@@ -10,20 +10,21 @@ import triton
 import triton.language as tl
 
 # Names that all kernels share, which are short so that an equation fits on a line:
-# - b, h, bh: image, head, and both as one index. m: queries of the program's tile; n: keys; clamped: m, but at most the
-#   last query, so that values read there are finite and can be masked.
+# - b, h, bh: image, head, and both as one index. m: queries of the program's tile; n: keys;
+#   clamped: m, but at most the last query, so that values read there are finite and can be masked.
 # - d: channels of queries and keys; c: channels of values.
-# - q_b, q_h, q_n: strides of q from image to image, head to head and token to token, in units of UNIT elements;
-#   likewise for k, v and o (the output, or its gradient).
-# - n_q, n_k: numbers of queries and keys; rows: number of queries in all images and heads, which is the distance
-#   between the two tables in content (highest logits, sums).
+# - q_b, q_h, q_n: strides of q from image to image, head to head and token to token, in units of
+#   UNIT elements; likewise for k, v and o (the output, or its gradient).
+# - n_q, n_k: numbers of queries and keys; rows: number of queries in all images and heads, which is
+#   the distance between the two tables in content (highest logits, sums).
 # - s: content logits; p: position logits, or their exponentials; a: attention; da, ds: gradients.
-# - ty, tx: offset from a query's reference to a key; dy, dx: offset from the query to the key; uy, ux: ty, tx minus
-#   their means.
+# - ty, tx: offset from a query's reference to a key; dy, dx: offset from the query to the key; uy,
+#   ux: ty, tx minus their means.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Rows of the table of tables.py, (heads, TABLE, N_q): the parameters of a query's positional attention.
+# Rows of the table of tables.py, (heads, TABLE, N_q): the parameters of a query's positional
+# attention.
 REFERENCE_Y = tl.constexpr(0)  # pixel of the highest positional attention
 REFERENCE_X = tl.constexpr(1)
 # Logit of a key t pixels from the reference: t (curvature t + slope), along each axis.
@@ -43,7 +44,8 @@ TABLE = tl.constexpr(12)
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return ``acc + a @ b``."""
-    # Triton's interpreter stores bfloat16 as integers and would multiply these, so operands are converted.
+    # Triton's interpreter stores bfloat16 as integers and would multiply these, so operands are
+    # converted.
     if INTERPRETED:
         a = a.to(acc.dtype)
         b = b.to(acc.dtype)
@@ -51,9 +53,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def product(
-    left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def product(left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return ``left @ right^T``."""
     zeros = tl.zeros((left.shape[0], right.shape[0]), ACC)
     return dot(left, tl.trans(right), zeros, PRECISION, INTERPRETED)
@@ -61,7 +61,9 @@ def product(
 
 @triton.jit
 def place_of_program(index, count, heads, BLOCK: tl.constexpr):
-    """Return image, head, both as one index, and the first of the program's ``BLOCK`` tokens out of ``count``."""
+    """Return image, head, both as one index, and the first of the program's ``BLOCK`` tokens out of
+    ``count``.
+    """
     blocks = tl.cdiv(count, BLOCK)
     # 64 bits are needed because the offset of a head is this index times a stride.
     bh = (index // blocks).to(tl.int64)
@@ -72,7 +74,8 @@ def place_of_program(index, count, heads, BLOCK: tl.constexpr):
 @triton.jit
 def block(base, start, last, stride, BLOCK: tl.constexpr):
     """Return pointers to ``BLOCK`` rows from ``start``."""
-    # Rows past the last repeat the last, so that values to be masked are finite: 0 * NaN is NaN, not 0.
+    # Rows past the last repeat the last, so that values to be masked are finite: 0 * NaN is NaN,
+    # not 0.
     rows = tl.minimum(start + tl.arange(0, BLOCK), last) - start
     return base + tl.cast(start, tl.int64) * stride + rows * stride
 
@@ -87,7 +90,9 @@ def load_tile(base, start, last, stride, columns, count, ROWS: tl.constexpr):
 
 @triton.jit
 def store_tile(base, start, columns, width, tile, valid):
-    """Store a tile in rows of ``width`` elements, from row ``start`` of ``base``, in its valid rows and columns."""
+    """Store a tile in rows of ``width`` elements, from row ``start`` of ``base``, in its valid rows
+    and columns.
+    """
     rows = base + start * width + tl.arange(0, tile.shape[0]) * width
     places = rows[:, None] + columns[None, :]
     written = valid[:, None] & (columns < width)[None, :]
@@ -97,7 +102,8 @@ def store_tile(base, start, columns, width, tile, valid):
 @triton.jit
 def log2_of(x):
     """Return log2, with -inf at 0."""
-    # NumPy, on which the interpreter runs, warns of a logarithm of 0 even if tl.where discards the result.
+    # NumPy, on which the interpreter runs, warns of a logarithm of 0 even if tl.where discards the
+    # result.
     positive = tl.where(x > 0, x, 1.0)
     return tl.where(x > 0, tl.log2(positive), float("-inf"))
 
@@ -105,7 +111,8 @@ def log2_of(x):
 @triton.jit
 def key_pixels(start, last, width, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Return the pixels (y, x) of the row-major keys from ``start``."""
-    # The quotient is half a pixel from the steps of floor(), so float32 gives the exact row for up to 2^22 keys.
+    # The quotient is half a pixel from the steps of floor(), so float32 gives the exact row for up
+    # to 2^22 keys.
     n = tl.minimum(start + tl.arange(0, BLOCK), last).to(tl.float32)
     y = tl.floor((n + 0.5) * (1.0 / width))
     return y.to(ACC), (n - y * width).to(ACC)
@@ -127,7 +134,8 @@ def query_tables(table, m, n_q):
 @triton.jit
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
     """Return log2 P of keys ``t`` pixels from the reference."""
-    # Logits relative to the reference are small where P is large, so that float32 keeps P within a few ulp.
+    # Logits relative to the reference are small where P is large, so that float32 keeps P within a
+    # few ulp.
     along_y = ty * (curvature * ty + slope_y)
     along_x = tx * (curvature * tx + slope_x)
     return along_y + (along_x + normaliser)

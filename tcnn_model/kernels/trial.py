@@ -1,6 +1,8 @@
-"""Opt-in use of the kernels, which have run in Triton's interpreter only: each is compared once for every shape.
+"""Opt-in use of the kernels, which have run in Triton's interpreter only: each is compared once for
+every shape.
 
-``TCNN_PROBE_TRITON=1`` switches them on; ``backend="triton"`` calls the kernel of gated attention in any case.
+``TCNN_PROBE_TRITON=1`` switches them on; ``backend="triton"`` calls the kernel of gated attention
+in any case.
 """
 
 import os
@@ -19,8 +21,8 @@ T = TypeVar("T")
 
 # Whether the kernel agreed at its first call, by kernel and shape.
 _AGREED: dict[Hashable, bool] = {}
-# Rounding errors that are allowed, in units of eps times the terms. Both computations round each logit and each product
-# a few times, and sums of thousands of terms stay below a few units.
+# Rounding errors that are allowed, in units of eps times the terms. Both computations round each
+# logit and each product a few times, and sums of thousands of terms stay below a few units.
 _UNITS = 32
 # A float32 product in TF32 has ten bits.
 _TF32 = 2.0**-10
@@ -32,7 +34,9 @@ def enabled() -> bool:
 
 
 def logit_bound(query: Tensor, key: Tensor, scale: float) -> float:
-    """Return a bound on the sums of the absolute terms of logits, scale ||q|| ||k||, of the largest query and key."""
+    """Return a bound on the sums of the absolute terms of logits, scale ||q|| ||k||, of the largest
+    query and key.
+    """
     dtype = at_least_float32(query.dtype)
     largest = [x.detach().to(dtype).norm(dim=-1).amax() for x in (query, key)]
     return abs(scale) * float(largest[0] * largest[1])
@@ -48,9 +52,11 @@ def tried(
     logits: Callable[[], float],
     dtype: torch.dtype,
 ) -> T:
-    """Return the result of a kernel, or of its reference if they differed at the first call with this shape.
+    """Return the result of a kernel, or of its reference if they differed at the first call with
+    this shape.
 
-    The first call returns the reference's result. A difference, or an error of Triton's compiler, gives a warning.
+    The first call returns the reference's result. A difference, or an error of Triton's compiler,
+    gives a warning.
 
     Args:
         name: Name of the kernel.
@@ -65,16 +71,15 @@ def tried(
         return kernel() if _AGREED[key] else reference()
     expected = reference()
     try:
-        reason = _difference(
-            tensors(kernel()), tensors(expected), _eps(dtype) * (1 + logits())
-        )
+        reason = _difference(tensors(kernel()), tensors(expected), _eps(dtype) * (1 + logits()))
     except Exception as error:  # Triton and its compiler raise errors of many kinds
         reason = f"{type(error).__name__}: {error}"
     _AGREED[key] = not reason
     if reason:
         warnings.warn(
-            f"the Triton kernel of {name} is not used for {shape}: {reason}. Please report this with the output of "
-            f"`tcnn-probe info`; without TCNN_PROBE_TRITON=1 no such kernel is tried",
+            f"the Triton kernel of {name} is not used for {shape}: {reason}. Please report this "
+            "with the output of `tcnn-probe info`; without TCNN_PROBE_TRITON=1 no such kernel is "
+            "tried",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -90,7 +95,9 @@ def _eps(dtype: torch.dtype) -> float:
 def _difference(
     actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], unit: float
 ) -> str:
-    """Return how much tensors differ, "" if by rounding only: _UNITS * unit, relative to the largest value."""
+    """Return how much tensors differ, "" if by rounding only: _UNITS * unit, relative to the
+    largest value.
+    """
     for number, (ours, exact) in enumerate(zip(actual, expected, strict=True)):
         if ours is None or exact is None:
             if ours is not exact:

@@ -1,8 +1,10 @@
-"""PatchConvNet in timm's registry: a convnet of a single resolution with attention pooling (PatchConvNet paper, §3).
+"""PatchConvNet in timm's registry: a convnet of a single resolution with attention pooling
+(PatchConvNet paper, §3).
 
-``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``, ``l60`` and
-``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3, and
-``num_heads``, ``global_pool="avg"`` and ``stem="linear"`` the other variants of Table 5.
+``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``,
+``l60`` and ``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives
+the trunk of Table B.3, and ``num_heads``, ``global_pool="avg"`` and ``stem="linear"`` the other
+variants of Table 5.
 """
 
 import re
@@ -44,7 +46,9 @@ __all__ = [
 
 
 class Block(nn.Module):
-    """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1, LayerScale."""
+    """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1,
+    LayerScale.
+    """
 
     def __init__(
         self,
@@ -71,11 +75,13 @@ class Block(nn.Module):
 
 
 class PatchConvNet(nn.Module):
-    """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig. 3).
+    """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig.
+    3).
 
-    Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j) is centred at pixel
-    (16 i, 16 j), like the strided convolutions of the stem, and not in the middle of its pixels. With the linear stem a
-    patch depends on its 16 x 16 pixels only, and pixels beyond the last whole patch are ignored.
+    Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j)
+    is centred at pixel (16 i, 16 j), like the strided convolutions of the stem, and not in the
+    middle of its pixels. With the linear stem a patch depends on its 16 x 16 pixels only, and
+    pixels beyond the last whole patch are ignored.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.
@@ -86,15 +92,17 @@ class PatchConvNet(nn.Module):
         drop_path_rate: Rate of stochastic depth, the same in every block.
         drop_rate: Dropout rate before the classifier.
         init_values: Initial value of every LayerScale.
-        stem: "conv", four convolutions of 3 x 3, or "linear", a single layer on each patch, as in ViT.
+        stem: "conv", four convolutions of 3 x 3, or "linear", a single layer on each patch, as in
+            ViT.
         num_heads: Number of heads of the pooling.
         mlp_ratio: Width of the pooling's FFN as a multiple of d.
-        global_pool: "attn"; "avg" for the mean of the patches and a LayerNorm, which also ends the attention pool, and
-            without which the output of the residual trunk would not be normalised; or "" for the feature map itself.
+        global_pool: "attn"; "avg" for the mean of the patches and a LayerNorm, which also ends the
+            attention pool, and without which the output of the residual trunk would not be
+            normalised; or "" for the feature map itself.
 
     Raises:
-        ValueError: If ``global_pool`` or ``stem`` is unknown, the width is not a multiple of 8, or ``per_class`` is set
-            without classes or without attention.
+        ValueError: If ``global_pool`` or ``stem`` is unknown, the width is not a multiple of 8, or
+            ``per_class`` is set without classes or without attention.
     """
 
     def __init__(
@@ -116,16 +124,13 @@ class PatchConvNet(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim % 8:
-            raise ValueError(
-                f"expected a width that is a multiple of 8, got embed_dim={embed_dim}"
-            )
+            raise ValueError(f"expected a width that is a multiple of 8, got embed_dim={embed_dim}")
         if global_pool not in ("attn", "avg", ""):
-            raise ValueError(
-                f"expected global_pool='attn', 'avg' or '', got {global_pool!r}"
-            )
+            raise ValueError(f"expected global_pool='attn', 'avg' or '', got {global_pool!r}")
         if per_class and not (num_classes and global_pool == "attn"):
             raise ValueError(
-                f"tokens for each class need classes and attention, got {num_classes=}, {global_pool=}"
+                f"tokens for each class need classes and attention, got {num_classes=}, "
+                f"{global_pool=}"
             )
         if num_classes and not global_pool:
             raise ValueError(
@@ -147,8 +152,7 @@ class PatchConvNet(nn.Module):
             *(Block(embed_dim, norm, drop_path_rate, init_values) for _ in range(depth))
         )
         self.feature_info = [
-            {"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"}
-            for i in range(depth)
+            {"num_chs": embed_dim, "reduction": 16, "module": f"blocks.{i}"} for i in range(depth)
         ]
         self.pool: Any = nn.Identity()
         if global_pool == "attn":
@@ -180,14 +184,14 @@ class PatchConvNet(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the patterns of layers for timm's layer-wise learning rates."""
         # (99999,) is timm's convention for "after all numbered layers".
-        blocks = (
-            r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]
-        )
+        blocks = r"^blocks" if coarse else [(r"^blocks\.(\d+)", None), (r"^pool", (99999,))]
         return {"stem": r"^stem", "blocks": blocks}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enable gradient checkpointing: activations inside blocks are computed again in the backward pass."""
+        """Enable gradient checkpointing: activations inside blocks are computed again in the
+        backward pass.
+        """
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
@@ -195,13 +199,12 @@ class PatchConvNet(nn.Module):
         """Return the linear layer, or :class:`~tcnn_model.pooling.attention_pool.ClassScores`."""
         return self.head
 
-    def reset_classifier(
-        self, num_classes: int, global_pool: str | None = None
-    ) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier, and with ``per_class`` the tokens, by untrained ones.
 
         Args:
-            num_classes: Number of classes; with 0 the features are (B, d), or (B, K, d) with the present tokens.
+            num_classes: Number of classes; with 0 the features are (B, d), or (B, K, d) with the
+                present tokens.
             global_pool: "" to remove the pooling as well; None or its present value to keep it.
 
         Raises:
@@ -210,7 +213,8 @@ class PatchConvNet(nn.Module):
         pooling = self.global_pool if global_pool is None else global_pool
         if pooling not in (self.global_pool, "") or (num_classes and not pooling):
             raise ValueError(
-                f"cannot have {num_classes} classes with global_pool={pooling!r}, from {self.global_pool!r}"
+                f"cannot have {num_classes} classes with global_pool={pooling!r}, from "
+                f"{self.global_pool!r}"
             )
         if not pooling:
             self.pool = nn.Identity()
@@ -218,16 +222,12 @@ class PatchConvNet(nn.Module):
             self.pool.reset_tokens(num_classes)
         self.global_pool = pooling
         self.num_classes = num_classes
-        self.head = (
-            self._new_head().to(next(self.stem.parameters())).train(self.training)
-        )
+        self.head = self._new_head().to(next(self.stem.parameters())).train(self.training)
 
     def _new_head(self) -> nn.Module:
         if not self.num_classes:
             return nn.Identity()
-        head = (ClassScores if self.per_class else nn.Linear)(
-            self.embed_dim, self.num_classes
-        )
+        head = (ClassScores if self.per_class else nn.Linear)(self.embed_dim, self.num_classes)
         # As in the original implementation and in timm's vision transformers.
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -242,7 +242,8 @@ class PatchConvNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the outputs of selected blocks, (B, d, H / 16, W / 16), and the features (timm's interface).
+        """Return the outputs of selected blocks, (B, d, H / 16, W / 16), and the features (timm's
+        interface).
 
         Args:
             x: Images, shape (B, C, H, W).
@@ -258,9 +259,7 @@ class PatchConvNet(nn.Module):
         selected, last = feature_take_indices(len(self.blocks), indices)
         x = self.stem(x)
         intermediates = []
-        for index, block in enumerate(
-            self.blocks[: last + 1] if stop_early else self.blocks
-        ):
+        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpoint_seq([block], x) if self._checkpoints else block(x)
             if index in selected:
                 intermediates.append(x)
@@ -272,7 +271,9 @@ class PatchConvNet(nn.Module):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Drop the blocks after the last selected block and, if ``prune_head``, pooling and classifier."""
+        """Drop the blocks after the last selected block and, if ``prune_head``, pooling and
+        classifier.
+        """
         selected, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_head:
@@ -285,7 +286,9 @@ class PatchConvNet(nn.Module):
         return checkpoint_seq(self.blocks, x) if self._checkpoints else self.blocks(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Compute class scores of patches, (B, K), or with ``pre_logits`` pooled features, (B, d) or (B, K, d)."""
+        """Compute class scores of patches, (B, K), or with ``pre_logits`` pooled features, (B, d)
+        or (B, K, d).
+        """
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
@@ -313,7 +316,8 @@ def _create_stem(kind: str, in_chans: int, embed_dim: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-# Patterns of parameter names in the original implementation (facebookresearch/deit), and the names here.
+# Patterns of parameter names in the original implementation (facebookresearch/deit), and the names
+# here.
 _PUBLISHED = (
     (r"^patch_embed\.proj\.(\d+)\.0\.", r"stem.\1."),
     (r"^blocks\.(\d+)\.norm1\.", r"blocks.\1.norm."),
@@ -329,14 +333,14 @@ _PUBLISHED = (
 )
 
 
-def checkpoint_filter_fn(
-    state: Mapping[str, Tensor], model: PatchConvNet
-) -> dict[str, Tensor]:
-    """Rename weights of the original implementation (facebookresearch/deit); weights under our names stay.
+def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
+    """Rename weights of the original implementation (facebookresearch/deit); weights under our
+    names stay.
 
-    The K classifiers ``head.k`` of the original become the rows of one classifier. If the model has a token per class,
-    a single token in the weights is copied for each class (see :func:`tcnn_model.specialize`), and tokens for another
-    number of classes are ignored, as timm ignores such a classifier.
+    The K classifiers ``head.k`` of the original become the rows of one classifier. If the model has
+    a token per class, a single token in the weights is copied for each class (see
+    :func:`tcnn_model.specialize`), and tokens for another number of classes are ignored, as timm
+    ignores such a classifier.
     """
     # Published checkpoints wrap the weights.
     state = state.get("model", state)  # type: ignore[assignment]
@@ -404,12 +408,12 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
 
     create.__name__ = create.__qualname__ = f"patchconvnet_{size}{kind}"
     tokens = "one token per class" if kind else "one token"
-    create.__doc__ = f"PatchConvNet of width {_WIDTHS[size[0]]} and {depth} blocks, pooled by {tokens}."
+    create.__doc__ = (
+        f"PatchConvNet of width {_WIDTHS[size[0]]} and {depth} blocks, pooled by {tokens}."
+    )
     return create
 
 
 for _size in _SIZES:
     for _kind in ("", "_multi"):
-        globals()[f"patchconvnet_{_size}{_kind}"] = register_model(
-            _entrypoint(_size, _kind)
-        )
+        globals()[f"patchconvnet_{_size}{_kind}"] = register_model(_entrypoint(_size, _kind))

@@ -1,4 +1,6 @@
-"""Attention-based aggregation: pooling of patches by a trainable query (PatchConvNet paper, §3.1)."""
+"""Attention-based aggregation: pooling of patches by a trainable query (PatchConvNet paper,
+§3.1).
+"""
 
 from functools import partial
 from typing import Any
@@ -11,7 +13,8 @@ __all__ = ["AttentionPool2d", "ClassScores", "PatchAttention"]
 
 
 class PatchAttention(nn.Module):
-    """Attention of class tokens to patches, but not to tokens: timm's ``cait.ClassAttn`` for a token per class.
+    """Attention of class tokens to patches, but not to tokens: timm's ``cait.ClassAttn`` for a
+    token per class.
 
     Args:
         dim: Channels d of tokens and patches.
@@ -56,9 +59,7 @@ class PatchAttention(nn.Module):
         """Create a layer that shares the submodules of a ``cait.ClassAttn``."""
         original: Any = attention
         # The meta device suffices, because the submodules created here are replaced at once.
-        layer = cls(
-            original.q.in_features, original.num_heads, tokens=tokens, device="meta"
-        )
+        layer = cls(original.q.in_features, original.num_heads, tokens=tokens, device="meta")
         for name, child in original.named_children():
             setattr(layer, name, child)
         layer.fused_attn = original.fused_attn
@@ -69,36 +70,38 @@ class PatchAttention(nn.Module):
         tokens = x[:, : self.tokens]
         patches = x[:, self.tokens :]
         features = (self.q(tokens), self.k(patches), self.v(patches))
-        q, k, v = (
-            y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in features
-        )
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in features)
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
             gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         else:
-            # Evaluated as (q * scale) @ k^T: scaling the queries is cheaper than scaling the logits.
+            # Evaluated as (q * scale) @ k^T: scaling the queries is cheaper than scaling the
+            # logits.
             attention = (q * self.scale @ k.transpose(-2, -1)).softmax(-1)
             gathered = self.attn_drop(attention) @ v
         return self.proj_drop(self.proj(gathered.transpose(1, 2).flatten(2)))
 
 
 class AttentionPool2d(nn.Module):
-    """Learned pooling of a feature map: one block of class attention, then a LayerNorm (PatchConvNet paper, Fig. 3).
+    """Learned pooling of a feature map: one block of class attention, then a LayerNorm
+    (PatchConvNet paper, Fig. 3).
 
-    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). By default there is one
-    head, whose softmax gives the weight of each patch; with several heads, as in the paper's Table 5, each head has its
-    own weights. The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own ``AttentionPool2d`` is a different
-    layer, that of CLIP.)
+    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). By
+    default there is one head, whose softmax gives the weight of each patch; with several heads, as
+    in the paper's Table 5, each head has its own weights. The block is timm's
+    ``cait.LayerScaleBlockClassAttn``. (timm's own ``AttentionPool2d`` is a different layer, that of
+    CLIP.)
 
-    With a single token, the token is among the keys, as published. With ``num_classes=K`` there is a token for each
-    class, which gives K maps, and only patches are among the keys.
+    With a single token, the token is among the keys, as published. With ``num_classes=K`` there is
+    a token for each class, which gives K maps, and only patches are among the keys.
 
     Args:
         channels: Channels d of the feature map.
         num_classes: Number of classes, each with a token; None for a single token.
         num_heads: Number of heads, a divisor of d.
         mlp_ratio: Width of the FFN as a multiple of d.
-        init_values: Initial value of γ₁ and γ₂. The published values are 1e-4 and, for the deeper models, 1e-6.
+        init_values: Initial value of γ₁ and γ₂. The published values are 1e-4 and, for the deeper
+            models, 1e-6.
         drop: Dropout rate of the outputs of attention and FFN.
         attn_drop: Dropout rate of the attention.
 
@@ -126,7 +129,8 @@ class AttentionPool2d(nn.Module):
             )
         if num_heads < 1 or channels % num_heads:
             raise ValueError(
-                f"expected a number of heads that divides {channels} channels, got num_heads={num_heads}"
+                f"expected a number of heads that divides {channels} channels, got "
+                f"num_heads={num_heads}"
             )
         norm = partial(nn.LayerNorm, eps=1e-6)  # as in timm's CaiT
         attention = (
@@ -163,7 +167,8 @@ class AttentionPool2d(nn.Module):
         return self.num_classes is not None
 
     def reset_tokens(self, num_classes: int) -> None:
-        """Replace the tokens by new, untrained tokens for ``num_classes`` classes; the block stays as it is.
+        """Replace the tokens by new, untrained tokens for ``num_classes`` classes; the block stays
+        as it is.
 
         Raises:
             ValueError: If the pool has a single token, or there are no classes.
@@ -179,15 +184,14 @@ class AttentionPool2d(nn.Module):
         self.num_classes = self.block.attn.tokens = num_classes
 
     def specialize(self, num_classes: int) -> None:
-        """Copy the single token for each class; the block keeps its weights (:func:`tcnn_model.specialize`).
+        """Copy the single token for each class; the block keeps its weights
+        (:func:`tcnn_model.specialize`).
 
         Raises:
             ValueError: If there is a token for each class already, or there are no classes.
         """
         if self.per_class:
-            raise ValueError(
-                f"there is a token for each of {self.num_classes} classes already"
-            )
+            raise ValueError(f"there is a token for each of {self.num_classes} classes already")
         if num_classes < 1:
             raise ValueError(f"expected at least one class, got {num_classes}")
         self.block.attn = PatchAttention.of(self.block.attn, num_classes)
@@ -197,7 +201,9 @@ class AttentionPool2d(nn.Module):
         self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
-        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; set biases to 0."""
+        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2;
+        set biases to 0.
+        """
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -206,15 +212,14 @@ class AttentionPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool a feature map: (B, d, H, W) -> (B, d), or (B, K, d) with a token per class."""
-        tokens = self.block(
-            x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1)
-        )
+        tokens = self.block(x.flatten(2).transpose(1, 2), self.cls_token.expand(x.shape[0], -1, -1))
         tokens = self.norm(tokens)
         return tokens if self.per_class else tokens[:, 0]
 
 
 class ClassScores(nn.Linear):
-    """Linear score of each class from its own token, with ``weight`` (K, d) and ``bias`` (K,) as in a Linear.
+    """Linear score of each class from its own token, with ``weight`` (K, d) and ``bias`` (K,) as in
+    a Linear.
 
     The published form is K layers ``Linear(d, 1)``, whose weights are the rows of ``weight``.
     """
@@ -227,7 +232,8 @@ class ClassScores(nn.Linear):
             classifier: A Linear or a 1 x 1 convolution.
 
         Raises:
-            ValueError: If the classifier is any other layer, or its weight is computed from other parameters.
+            ValueError: If the classifier is any other layer, or its weight is computed from other
+                parameters.
         """
         pointwise = isinstance(classifier, nn.Conv2d) and (
             *classifier.kernel_size,
@@ -243,7 +249,8 @@ class ClassScores(nn.Linear):
         weight: Any = classifier.weight
         bias: Any = classifier.bias
         scores = cls(
-            # On the meta device no random numbers are drawn. The parameters created here are replaced at once.
+            # On the meta device no random numbers are drawn. The parameters created here are
+            # replaced at once.
             weight.shape[1],
             weight.shape[0],
             bias=bias is not None,
@@ -261,7 +268,8 @@ class ClassScores(nn.Linear):
         """Score tokens, shape (B, K).
 
         Args:
-            x: Tokens, shape (B, K, d); or (B K, d) or (B K, d, 1, 1), with the tokens of an image in succession.
+            x: Tokens, shape (B, K, d); or (B K, d) or (B K, d, 1, 1), with the tokens of an image
+                in succession.
         """
         tokens = x.reshape(-1, self.out_features, self.in_features)
         scores = torch.einsum("bkd,kd->bk", tokens, self.weight)

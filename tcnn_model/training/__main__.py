@@ -21,9 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("timm", "torch", "torchvision"):
             raise
-        print(
-            f"tcnn-finetune needs {error.name}: pip install torch timm", file=sys.stderr
-        )
+        print(f"tcnn-finetune needs {error.name}: pip install torch timm", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tcnn-finetune: interrupted", file=sys.stderr)

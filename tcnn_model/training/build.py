@@ -51,17 +51,16 @@ def build_model(
         config: Settings of the run.
         classes: Number of classes in the data.
         images: Number of training images, all of which Grafit remembers.
-        report: Function that is called with a line of text for weights of the file that are not used as they are.
+        report: Function that is called with a line of text for weights of the file that are not
+            used as they are.
         names: Names of the classes, with which those of the file of weights are compared.
 
     Raises:
-        ValueError: timm has no such model, the model would have fewer outputs than the data have classes, or a
-            setting has no effect on the model.
+        ValueError: timm has no such model, the model would have fewer outputs than the data have
+            classes, or a setting has no effect on the model.
     """
     if config.num_classes is not None and config.num_classes < classes:
-        raise ValueError(
-            f"num_classes: the data has {classes} classes, got {config.num_classes}"
-        )
+        raise ValueError(f"num_classes: the data has {classes} classes, got {config.num_classes}")
     options = config.model_options or {}
     outputs = config.num_classes or classes
     seed_everything(config.seed)
@@ -85,17 +84,12 @@ def build_model(
                 **options,
             )
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"timm cannot make the model {config.model!r}: {error}"
-        ) from error
-    if (
-        config.layer_scale is not None
-        and config.weights is None
-        and not config.pretrained
-    ):
+        raise ValueError(f"timm cannot make the model {config.model!r}: {error}") from error
+    if config.layer_scale is not None and config.weights is None and not config.pretrained:
         _set_layer_scale(model, config.layer_scale)
     data = resolve_model_data_config(model)
-    # The digits are 8 x 8 pixels; they are enlarged so that a CNN's last stage still has a few pixels to attend to.
+    # The digits are 8 x 8 pixels; they are enlarged so that a CNN's last stage still has a few
+    # pixels to attend to.
     size = config.img_size or (64 if config.data in DIGITS else data["input_size"][-1])
     data["input_size"] = (data["input_size"][0], size, size)
     if config.data in DIGITS and config.crop_pct is None:
@@ -105,18 +99,15 @@ def build_model(
     if config.attention_pool is not None:
         model = _pool_by_attention(model, config.attention_pool, data["input_size"])
     if config.drop_path is not None:
-        blocks = set_drop_path(
-            model, config.drop_path, uniform=config.uniform_drop_path
-        )
+        blocks = set_drop_path(model, config.drop_path, uniform=config.uniform_drop_path)
         if not blocks and config.drop_path:
             raise ValueError(
                 f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path"
             )
     if config.reparameterize_at is not None and not gpsa_layers(model):
-        # A copy is converted now, so that a model that cannot be converted at this size is refused before training.
-        _reparameterize(
-            model if config.reparameterize_at == 0 else copy.deepcopy(model), config
-        )
+        # A copy is converted now, so that a model that cannot be converted at this size is refused
+        # before training.
+        _reparameterize(model if config.reparameterize_at == 0 else copy.deepcopy(model), config)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     if config.objective == GRAFIT:
@@ -131,26 +122,21 @@ def build_model(
     return model, data
 
 
-def _pool_by_attention(
-    model: nn.Module, tokens: str, input_size: InputSize
-) -> nn.Module:
-    """Add attention pooling with one token, or with one per class; a trained single token is copied to each class."""
-    pools = [
-        module for module in model.modules() if isinstance(module, AttentionPool2d)
-    ]
+def _pool_by_attention(model: nn.Module, tokens: str, input_size: InputSize) -> nn.Module:
+    """Add attention pooling with one token, or with one per class; a trained single token is copied
+    to each class.
+    """
+    pools = [module for module in model.modules() if isinstance(module, AttentionPool2d)]
     if not pools:
         return add_attention_pool(
             model, per_class=tokens == "class", input_size=input_size, inplace=True
         )
     if pools[0].per_class and tokens == "single":
         raise ValueError(
-            "attention_pool: the model has a token for each class already, and cannot have a single one"
+            "attention_pool: the model has a token for each class already, and cannot have a "
+            "single one"
         )
-    return (
-        model
-        if pools[0].per_class or tokens == "single"
-        else specialize(model, inplace=True)
-    )
+    return model if pools[0].per_class or tokens == "single" else specialize(model, inplace=True)
 
 
 def _set_layer_scale(model: nn.Module, value: float) -> None:
@@ -159,24 +145,17 @@ def _set_layer_scale(model: nn.Module, value: float) -> None:
     Raises:
         ValueError: The model has no LayerScale.
     """
-    # Names of LayerScale in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
+    # Names of LayerScale in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT),
+    # ls1 (ResMLP).
     names = re.compile(r"(.*\.)?(gamma(_\d)?|ls\d)")
-    scales = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if names.fullmatch(name)
-    ]
+    scales = [parameter for name, parameter in model.named_parameters() if names.fullmatch(name)]
     if not scales:
-        raise ValueError(
-            f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale"
-        )
+        raise ValueError(f"layer_scale={value:g}, but {type(model).__name__} has no LayerScale")
     for scale in scales:
         nn.init.constant_(scale, value)
 
 
-def build_training(
-    config: Config, model: nn.Module, steps: int, ranks: Ranks
-) -> Training:
+def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
     """Build the training of a model; learning rates are taken from the settings without scaling.
 
     Args:
@@ -204,13 +183,12 @@ def build_training(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
     sharded = config.distribute == "fsdp" and ranks.count > 1
-    # torch's foreach functions refuse lists that mix sharded weights with the unsharded buffers of batch norms.
-    ema = (
-        ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
-    )
+    # torch's foreach functions refuse lists that mix sharded weights with the unsharded buffers of
+    # batch norms.
+    ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
     if sharded:
-        # Sharding comes after the moving average, because torch refuses to copy a sharded model, and before the
-        # optimizer, because sharding replaces the parameters.
+        # Sharding comes after the moving average, because torch refuses to copy a sharded model,
+        # and before the optimizer, because sharding replaces the parameters.
         for module in _with_average(model, ema):
             shard(module)
     mix = None
@@ -248,11 +226,12 @@ def build_training(
 
 
 def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
-    """Convert the CNN to a T-CNN in place; return False, without a change, if it is a T-CNN already.
+    """Convert the CNN to a T-CNN in place; return False, without a change, if it is a T-CNN
+    already.
 
-    With ``keep_optimizer``, weights that survive the conversion keep their optimizer state: "we keep the same optimizer
-    and learning rate after the reparametrization" (T-CNN paper, Sec. 5). Otherwise the optimizer starts anew, as in
-    fine-tuning.
+    With ``keep_optimizer``, weights that survive the conversion keep their optimizer state: "we
+    keep the same optimizer and learning rate after the reparametrization" (T-CNN paper, Sec. 5).
+    Otherwise the optimizer starts anew, as in fine-tuning.
     """
     if gpsa_layers(training.model):
         return False
@@ -263,7 +242,8 @@ def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> boo
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
         for parameter in training.model.parameters():
-            # State is looked up by the parameter object, which the conversion keeps except in replaced convolutions.
+            # State is looked up by the parameter object, which the conversion keeps except in
+            # replaced convolutions.
             if parameter in state:
                 training.optimizer.state[parameter] = state[parameter]
     _attach(training, config, steps, ranks)
@@ -293,7 +273,9 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
-    """Set the schedules, the wrapped model and the task of a training, from its current model and optimizer."""
+    """Set the schedules, the wrapped model and the task of a training, from its current model and
+    optimizer.
+    """
     warn_of_stuck_gates(training.model)
     training.schedules = create_schedules(
         training.optimizer,
@@ -344,10 +326,12 @@ def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
         teacher = create_from_weights(config.teacher, weights, None, img_size=size)
     else:
         teacher = create_of_size(config.teacher, size, pretrained=True)
-    # timm could give the teacher a classifier with the student's classes, but its weights would be random.
+    # timm could give the teacher a classifier with the student's classes, but its weights would be
+    # random.
     if _outputs(teacher) != _outputs(model):
         raise ValueError(
-            f"teacher: expected the {_outputs(model)} classes of the model, got {_outputs(teacher)} of {config.teacher}"
+            f"teacher: expected the {_outputs(model)} classes of the model, got "
+            f"{_outputs(teacher)} of {config.teacher}"
         )
     return teacher
 
@@ -367,7 +351,8 @@ def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         names = matching(parameters, pattern)
         if not names:
             raise ValueError(
-                f"freeze: no parameters match {pattern!r}; there are {', '.join([*parameters][:3])}, ..."
+                f"freeze: no parameters match {pattern!r}; there are "
+                f"{', '.join([*parameters][:3])}, ..."
             )
         for name in names:
             parameters[name].requires_grad_(False)

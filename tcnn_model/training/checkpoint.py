@@ -28,7 +28,8 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # After a failed write torch closes its archive, which fails too and hides the cause: a full disk, or Ctrl-C.
+        # After a failed write torch closes its archive, which fails too and hides the cause: a full
+        # disk, or Ctrl-C.
         cause = error.__context__
         if isinstance(cause, OSError | KeyboardInterrupt):
             raise cause from error
@@ -39,7 +40,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file in one step. When this returns, the file survives a loss of power.
 
     Raises:
-        OSError: The disk is full, or the file cannot be written. The previous file is then unchanged.
+        OSError: The disk is full, or the file cannot be written. The previous file is then
+            unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +50,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         with partial.open("wb") as file:
             write(file)
             file.flush()
-            # Without fsync before the renaming, a loss of power could leave a file with the new name but without its
-            # bytes.
+            # Without fsync before the renaming, a loss of power could leave a file with the new
+            # name but without its bytes.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
@@ -60,7 +62,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
-            # The name is stored in the folder: without this fsync a loss of power could undo the renaming.
+            # The name is stored in the folder: without this fsync a loss of power could undo the
+            # renaming.
             os.fsync(folder)
         finally:
             os.close(folder)
@@ -69,7 +72,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 def check_sums(path: str | Path) -> None:
     """Verify the checksums of the tensors, which torch writes but does not verify when it reads.
 
-    Safetensors files and files in torch's format before 1.6 are not zip files and have no checksums.
+    Safetensors files and files in torch's format before 1.6 are not zip files and have no
+    checksums.
 
     Raises:
         BadZipFile: A checksum does not match.
@@ -81,16 +85,16 @@ def check_sums(path: str | Path) -> None:
         entries = archive.infolist()
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
-    # torch reads no bytes of an entry that is marked as a folder, and returns uninitialised memory as the tensor.
-    folders = [
-        entry.filename for entry in entries if entry.external_attr & _FOLDER_ATTRIBUTE
-    ]
+    # torch reads no bytes of an entry that is marked as a folder, and returns uninitialised memory
+    # as the tensor.
+    folders = [entry.filename for entry in entries if entry.external_attr & _FOLDER_ATTRIBUTE]
     if folders:
         raise zipfile.BadZipFile(f"{folders[0]} is called a folder")
 
 
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
-    """Load a file that torch saved, after its checksums are verified, and without running code from it.
+    """Load a file that torch saved, after its checksums are verified, and without running code from
+    it.
 
     Raises:
         ValueError: The file is damaged, or holds more than tensors and plain values.
@@ -115,7 +119,8 @@ def read_checkpoint(
         device: Device to load tensors to.
 
     Raises:
-        ValueError: The file is damaged, is not a checkpoint of this package, or belongs to a run with other settings.
+        ValueError: The file is damaged, is not a checkpoint of this package, or belongs to a run
+            with other settings.
     """
     path = Path(path)
     if not path.exists():
@@ -125,7 +130,8 @@ def read_checkpoint(
     if not isinstance(state, dict) or not required <= state.keys():
         expected = ", ".join(sorted(required))
         raise ValueError(
-            f"{path.name} is damaged, or is not a checkpoint of tcnn_model: expected {expected} in it"
+            f"{path.name} is damaged, or is not a checkpoint of tcnn_model: expected {expected} in "
+            "it"
         )
     before = state["settings"]
     changes = [

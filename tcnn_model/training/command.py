@@ -29,8 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status: 0 if the training ended or was stopped by a signal, 130 if it was stopped by Ctrl-C, 2 if
-        settings, data or the disk do not allow it to continue, 3 if the loss is not finite.
+        The exit status: 0 if the training ended or was stopped by a signal, 130 if it was stopped
+        by Ctrl-C, 2 if settings, data or the disk do not allow it to continue, 3 if the loss is not
+        finite.
     """
     folder: Path | None = None
     try:
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"stopped {stop}; go on with: {_command()} --resume --out {folder}",
             file=sys.stderr,
         )
-        # 130 is the status that shells give after Ctrl-C. A job that a scheduler asked to stop has not failed.
+        # 130 is the status that shells give after Ctrl-C. A job that a scheduler asked to stop has
+        # not failed.
         return 130 if stop.signal == signal.SIGINT else 0
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "config.toml").exists()
@@ -69,9 +71,7 @@ def _command() -> str:
     return "torchrun ... -m tcnn_model.training" if processes > 1 else "tcnn-finetune"
 
 
-def train(
-    config: Config, *, resume: bool = False, progress: bool = True
-) -> Iterator[EpochResult]:
+def train(config: Config, *, resume: bool = False, progress: bool = True) -> Iterator[EpochResult]:
     """Run a training in its folder; yield each result after the watcher has received it.
 
     Args:
@@ -81,7 +81,8 @@ def train(
 
     Raises:
         ValueError: The settings, the data and the folder do not fit together.
-        OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot be written.
+        OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot
+            be written.
         NonFiniteLossError: The loss is not finite; the batch is then saved in the folder.
         StopRequested: SIGTERM, SIGUSR1 or Ctrl-C was received, and a checkpoint was written.
     """
@@ -146,16 +147,12 @@ def _say_rates(folder: RunFolder, model: nn.Module, images: int) -> None:
     advice = [f"--paper-batch {batch} keeps the paper's rates"]
     if accumulate != config.accumulate:
         step = accumulate * config.batch_size * processes
-        images_allow = (
-            ", the most that the data allow" if step < config.paper_batch else ""
-        )
-        advice.append(
-            f"--accumulate {accumulate} makes steps of {step} images{images_allow}"
-        )
+        images_allow = ", the most that the data allow" if step < config.paper_batch else ""
+        advice.append(f"--accumulate {accumulate} makes steps of {step} images{images_allow}")
     say(
-        f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {processes} processes), "
-        f"{config.paper_batch} in the paper: rates are scaled by {batch / config.paper_batch:.3g}, except that of the "
-        f"gates; {'; '.join(advice)}",
+        f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x "
+        f"{processes} processes), {config.paper_batch} in the paper: rates are scaled by "
+        f"{batch / config.paper_batch:.3g}, except that of the gates; {'; '.join(advice)}",
         folder.ranks,
     )
 
@@ -220,7 +217,5 @@ def _summary(training: Training, images: Images, folder: RunFolder) -> None:
         f"its weights: {weights}; all epochs: {folder.path / 'epochs.csv'}",
     ]
     if images.unreadable:
-        lines.append(
-            f"{len(images.unreadable)} images were skipped, as they cannot be read"
-        )
+        lines.append(f"{len(images.unreadable)} images were skipped, as they cannot be read")
     say("\n".join(lines), folder.ranks)

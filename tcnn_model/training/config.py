@@ -69,7 +69,9 @@ def _option(group: str, text: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a training. A recipe sets some of them, then a TOML file, then the command line."""
+    """Every setting of a training. A recipe sets some of them, then a TOML file, then the command
+    line.
+    """
 
     model: str = _option(
         "model",
@@ -121,7 +123,8 @@ class Config:
 
     data: str = _option(
         "data",
-        "folder or tar file of images; digits: those of scikit-learn; parity: the same, as even or odd",
+        "folder or tar file of images; digits: those of scikit-learn; parity: the same, as even or "
+        "odd",
         "digits",
     )
     dataset: str = _option(
@@ -150,9 +153,7 @@ class Config:
     workers: int = _option("data", "number of processes that load images", 0)
 
     epochs: int = _option("optimization", "number of epochs", 10)
-    batch_size: int = _option(
-        "optimization", "number of images in a batch of one process", 64
-    )
+    batch_size: int = _option("optimization", "number of images in a batch of one process", 64)
     accumulate: int = _option(
         "optimization",
         "number of batches whose gradients are averaged in one update of the weights",
@@ -165,19 +166,11 @@ class Config:
     opt: str = _option("optimization", "optimizer, by timm's name", "adamw")
     lr: float = _option("optimization", "peak learning rate", 1e-4)
     momentum: float = _option("optimization", "momentum of SGD", 0.9)
-    weight_decay: float = _option(
-        "optimization", "weight decay of matrices and filters", 0.05
-    )
-    sched: str = _option(
-        "optimization", "learning-rate schedule, by timm's name", "cosine"
-    )
+    weight_decay: float = _option("optimization", "weight decay of matrices and filters", 0.05)
+    sched: str = _option("optimization", "learning-rate schedule, by timm's name", "cosine")
     warmup_epochs: int = _option("optimization", "epochs of linear warm-up", 5)
-    warmup_lr: float = _option(
-        "optimization", "learning rate at which the warm-up begins", 0.0
-    )
-    min_lr: float = _option(
-        "optimization", "learning rate at which the schedule ends", 0.0
-    )
+    warmup_lr: float = _option("optimization", "learning rate at which the warm-up begins", 0.0)
+    min_lr: float = _option("optimization", "learning rate at which the schedule ends", 0.0)
     gating_lr: float = _option(
         "optimization", "peak learning rate of the gates of GPSA layers", 0.1
     )
@@ -207,9 +200,7 @@ class Config:
         CLASSES,
     )
     embedding_dim: int = _option("objective", "dimension of Grafit's embeddings", 256)
-    temperature: float = _option(
-        "objective", "temperature of Grafit's neighbours", 0.05
-    )
+    temperature: float = _option("objective", "temperature of Grafit's neighbours", 0.05)
     projector: str = _option(
         "objective", "Grafit's projector: an MLP, or linear (Grafit FC)", "mlp"
     )
@@ -222,9 +213,7 @@ class Config:
         "cross-entropy, or the binary cross-entropy of each class",
         "ce",
     )
-    label_smoothing: float = _option(
-        "regularization", "label smoothing, in [0, 1)", 0.1
-    )
+    label_smoothing: float = _option("regularization", "label smoothing, in [0, 1)", 0.1)
     drop_path: float | None = _option(
         "regularization", "rate of stochastic depth (default: the model's own)"
     )
@@ -262,9 +251,7 @@ class Config:
         "strength of random changes of brightness, contrast and saturation",
         0.0,
     )
-    random_erasing: float = _option(
-        "augmentation", "probability of erasing a rectangle", 0.0
-    )
+    random_erasing: float = _option("augmentation", "probability of erasing a rectangle", 0.0)
     repeated_augmentation: int = _option(
         "augmentation",
         "number of views of each image in an epoch, which then covers a part of the images",
@@ -279,24 +266,18 @@ class Config:
         "machine", "device to train on (default: cuda if there is one, else cpu)"
     )
     amp: str | None = _option("machine", "dtype of autocast (default: no autocast)")
-    channels_last: bool = _option(
-        "machine", "use the channels_last memory format", False
-    )
+    channels_last: bool = _option("machine", "use the channels_last memory format", False)
     compile: bool = _option("machine", "compile the model with torch.compile", False)
     distribute: str = _option(
         "machine",
         "how processes share the model: each has all of it (ddp) or a part of it (fsdp)",
         "ddp",
     )
-    sync_bn: bool = _option(
-        "machine", "synchronise batch norms over all processes", False
-    )
+    sync_bn: bool = _option("machine", "synchronise batch norms over all processes", False)
 
     out: str = _option("run", "folder of the run", "run")
     seed: int = _option("run", "seed of everything that is random", 0)
-    checkpoint_steps: int | None = _option(
-        "run", "also write a checkpoint every so many steps"
-    )
+    checkpoint_steps: int | None = _option("run", "also write a checkpoint every so many steps")
     keep: int = _option("run", "number of epochs whose checkpoints are kept", 2)
     tensorboard: bool = _option("run", "also write the scalars for TensorBoard", False)
     watcher: str | None = _option(
@@ -308,13 +289,11 @@ class Config:
     def __post_init__(self) -> None:
         for name, minimum in _MINIMA.items():
             if getattr(self, name) < minimum:
-                raise ValueError(
-                    f"{name}: expected {minimum} or more, got {getattr(self, name)}"
-                )
+                raise ValueError(f"{name}: expected {minimum} or more, got {getattr(self, name)}")
         if not 0 <= self.warmup_epochs < self.epochs:
             raise ValueError(
-                f"warmup_epochs: expected fewer than the {self.epochs} epochs, got {self.warmup_epochs}: "
-                f"give fewer, or more epochs"
+                f"warmup_epochs: expected fewer than the {self.epochs} epochs, got "
+                f"{self.warmup_epochs}: give fewer, or more epochs"
             )
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
@@ -327,7 +306,8 @@ class Config:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(map(str, choices))}, got "
+                    f"{getattr(self, name)!r}"
                 )
 
         # timm may run code from the files that these arguments name; --weights does not.
@@ -340,15 +320,16 @@ class Config:
             )
         if not _is_plain(self.model_options or {}):
             raise ValueError(
-                f"model_options: expected strings, numbers and booleans, as a run's config.toml can hold no others, "
-                f"got {self.model_options}"
+                "model_options: expected strings, numbers and booleans, as a run's config.toml can "
+                f"hold no others, got {self.model_options}"
             )
 
         # The conversion cannot replace parameters that FSDP has sharded.
         if self.distribute == "fsdp" and self.reparameterize_at:
             raise ValueError(
-                f"reparameterize_at: with distribute=fsdp expected 0, got {self.reparameterize_at}: train the CNN "
-                f"first, then begin a run of the T-CNN with --weights of its best.pt"
+                "reparameterize_at: with distribute=fsdp expected 0, got "
+                f"{self.reparameterize_at}: train the CNN first, then begin a run of the T-CNN "
+                "with --weights of its best.pt"
             )
 
         if self.objective == GRAFIT:
@@ -360,9 +341,10 @@ class Config:
         excluded = self.mixed or self.teacher or self.compile or self.reparameterize_at
         if not self.ema or not whole_images or self.temperature <= 0 or excluded:
             raise ValueError(
-                f"objective: grafit needs ema, got {self.ema}; repeated_augmentation of 2 or more, got {views}; a "
-                f"batch_size of several images with so many views each, got {self.batch_size}; a temperature above "
-                f"0, got {self.temperature}; and no mixup, cutmix, teacher, compile or reparameterize_at after an epoch"
+                f"objective: grafit needs ema, got {self.ema}; repeated_augmentation of 2 or more, "
+                f"got {views}; a batch_size of several images with so many views each, got "
+                f"{self.batch_size}; a temperature above 0, got {self.temperature}; and no mixup, "
+                "cutmix, teacher, compile or reparameterize_at after an epoch"
             )
 
     @property
@@ -371,10 +353,11 @@ class Config:
         return self.mixup > 0 or self.cutmix > 0
 
     def scaled(self, processes: int) -> "Config":
-        """Scale the learning rates linearly with the number of images in a step, as DeiT does (thesis, Sec. 3.3).
+        """Scale the learning rates linearly with the number of images in a step, as DeiT does
+        (thesis, Sec. 3.3).
 
-        That of the gates is not scaled: they are few, their rate is in units of lambda, and with a hundredth of it
-        they would not move.
+        That of the gates is not scaled: they are few, their rate is in units of lambda, and with a
+        hundredth of it they would not move.
         """
         if self.paper_batch is None:
             return self
@@ -384,9 +367,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every setting that has a value."""
-        return {
-            name: value for name, value in asdict(self).items() if value is not None
-        }
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def parse(arguments: list[str] | None) -> tuple[Config, bool]:
@@ -440,19 +421,23 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
 def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
     """Merge options of the command line into settings from files.
 
-    A file may come from somebody else: it may not name code to import, or a source of weights that could run code.
+    A file may come from somebody else: it may not name code to import, or a source of weights that
+    could run code.
     """
     watcher = settings.get("watcher")
     if "watcher" not in options and watcher not in (None, "none", Config.watcher):
         raise ValueError(
-            f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher"
+            f"watcher: a file may not name {watcher!r}, which would be imported: give it as "
+            "--watcher"
         )
     for name in ("model", "teacher"):
         source = str(settings.get(name) or "")
-        # A colon ends a source such as local-dir: or hf-hub:, in any case. timm 1.0.20 unpickles the weights there.
+        # A colon ends a source such as local-dir: or hf-hub:, in any case. timm 1.0.20 unpickles
+        # the weights there.
         if name not in options and ":" in source:
             raise ValueError(
-                f"{name}: a file may not name {source!r}, whose weights could run code: give it on the command line"
+                f"{name}: a file may not name {source!r}, whose weights could run code: give it on "
+                "the command line"
             )
     further = {**settings.get("model_options", {}), **options.get("model_options", {})}
     return Config(**{**settings, **options, "model_options": further or None})
@@ -461,7 +446,8 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each setting but ``model``, in groups.
 
-    The options have no defaults, because parsed options take precedence over files, which a default must not do.
+    The options have no defaults, because parsed options take precedence over files, which a default
+    must not do.
     """
     groups: dict[str, Any] = {}
     kinds = typing.get_type_hints(Config)
@@ -479,18 +465,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         if "default" not in text and setting.default not in (None, False, ""):
             text += f" (default: {setting.default})"
         flag = f"--{setting.name.replace('_', '-')}"
-        groups[group].add_argument(
-            flag, default=argparse.SUPPRESS, help=text, **argument
-        )
+        groups[group].add_argument(flag, default=argparse.SUPPRESS, help=text, **argument)
 
 
 def _argument(kind: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a setting of this type."""
     # In a type such as "int | None", None is only the default, and cannot be given as an option.
     if isinstance(kind, types.UnionType):
-        kind = next(
-            member for member in typing.get_args(kind) if member is not type(None)
-        )
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind == list[str]:
@@ -539,7 +521,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings of a file after checking that they exist and that their values have the right types."""
+    """Return the settings of a file after checking that they exist and that their values have the
+    right types.
+    """
     kinds = typing.get_type_hints(Config)
     unknown = sorted(settings.keys() - kinds.keys())
     if unknown:
@@ -547,9 +531,7 @@ def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name, value in settings.items():
         _check_type(value, kinds[name], f"{source}: {name}")
         if isinstance(value, dict) and not _is_plain(value):
-            raise ValueError(
-                f"{source}: {name}: expected no dates or times, got {value!r}"
-            )
+            raise ValueError(f"{source}: {name}: expected no dates or times, got {value!r}")
     return dict(settings)
 
 
@@ -591,8 +573,8 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     """Return the settings of a recipe for a model.
 
     Args:
-        name: Name of a recipe of this package, or of a TOML file with ``[settings]``, ``[models]`` and perhaps a
-            ``base``.
+        name: Name of a recipe of this package, or of a TOML file with ``[settings]``, ``[models]``
+            and perhaps a ``base``.
         model: timm's name of the model, which the globs of ``[models]`` are for.
 
     Raises:
@@ -611,7 +593,8 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for recipe in chain:
         settings |= recipe.get("settings", {})
-    # A rule for this model takes precedence over a setting for all models, even if the rule is in a base.
+    # A rule for this model takes precedence over a setting for all models, even if the rule is in a
+    # base.
     for recipe in chain:
         for glob, further in recipe.get("models", {}).items():
             if fnmatchcase(model, glob):
@@ -647,9 +630,7 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        pairs = [
-            f"{json.dumps(name)} = {_value(content)}" for name, content in value.items()
-        ]
+        pairs = [f"{json.dumps(name)} = {_value(content)}" for name, content in value.items()]
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"

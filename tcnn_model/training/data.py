@@ -1,4 +1,6 @@
-"""Batches of a run, which depend neither on the process or worker that loads them nor on where a run is resumed."""
+"""Batches of a run, which depend neither on the process or worker that loads them nor on where a
+run is resumed.
+"""
 
 import signal
 import warnings
@@ -20,30 +22,28 @@ from tcnn_model.training.sources import Source
 __all__ = ["Images", "create_transforms"]
 
 STAND_INS = 20
-"""Number of images that are tried in place of an unreadable one, as in timm: longer series point to a broken source."""
+"""Number of images that are tried in place of an unreadable one, as in timm: longer series point to
+a broken source.
+"""
 
 Key = tuple[int, int, int]  # epoch, position in the epoch, number of the image
 Transform = Callable[[Image.Image], Tensor]
 
 
-def create_transforms(
-    config: Config, model_data: dict[str, Any]
-) -> tuple[Transform, Transform]:
+def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Transform, Transform]:
     """Create timm's transforms for training and validation.
 
-    The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is resized to the image
-    size, then a square is cut out of it with 4 pixels of reflected border.
+    The "simple" crop is DeiT III's (thesis, Sec. 6.2.2), which timm lacks: the shorter side is
+    resized to the image size, then a square is cut out of it with 4 pixels of reflected border.
 
     Args:
         config: Settings of the run.
-        model_data: Data configuration of the model from ``resolve_model_data_config``, with the run's image size.
+        model_data: Data configuration of the model from ``resolve_model_data_config``, with the
+            run's image size.
     """
     from timm.data import create_transform
 
-    shared = {
-        name: model_data[name]
-        for name in ("input_size", "mean", "std", "interpolation")
-    }
+    shared = {name: model_data[name] for name in ("input_size", "mean", "std", "interpolation")}
     train = create_transform(
         **shared,
         is_training=True,
@@ -55,9 +55,7 @@ def create_transforms(
     )
     if config.crop == "simple":
         size = shared["input_size"][-1]
-        resize = transforms.Resize(
-            size, transforms.InterpolationMode(shared["interpolation"])
-        )
+        resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))
         # timm's first transform is the random resized crop, which these two replace.
         train.transforms[:1] = [
             resize,
@@ -77,7 +75,9 @@ class _Unreadable:
 
 @dataclass(frozen=True)
 class _Sample:
-    """An image with its label, or with its label and number, and the unreadable images that it stands in for."""
+    """An image with its label, or with its label and number, and the unreadable images that it
+    stands in for.
+    """
 
     image: Tensor | None
     label: int | tuple[int, int]
@@ -85,11 +85,12 @@ class _Sample:
 
 
 class _Seeded(Dataset[_Sample]):
-    """Images by key. The augmentation of each image is drawn from generators that are seeded by its key.
+    """Images by key. The augmentation of each image is drawn from generators that are seeded by its
+    key.
 
-    In training the next image stands in for one that cannot be read or transformed, so that batches keep their size:
-    processes stay in step, and a resumed run finds its position by counting steps. In validation such an image is
-    left out.
+    In training the next image stands in for one that cannot be read or transformed, so that batches
+    keep their size: processes stay in step, and a resumed run finds its position by counting steps.
+    In validation such an image is left out.
 
     Args:
         source: Images by number.
@@ -123,33 +124,26 @@ class _Seeded(Dataset[_Sample]):
                 image, label = self.source.read(number)
                 with own_randomness(seed_of(self.seed, epoch, place)):
                     tensor = self.transform(image)
-            # Decoders raise many types of errors for damaged files, such as AttributeError; the transform of a huge
-            # image may raise MemoryError.
+            # Decoders raise many types of errors for damaged files, such as AttributeError; the
+            # transform of a huge image may raise MemoryError.
             except Exception as error:
                 unreadable.append(
-                    _Unreadable(
-                        self.source.name(number), f"{type(error).__name__}: {error}"
-                    )
+                    _Unreadable(self.source.name(number), f"{type(error).__name__}: {error}")
                 )
                 continue
-            return _Sample(
-                tensor, (label, number) if self.numbered else label, unreadable
-            )
+            return _Sample(tensor, (label, number) if self.numbered else label, unreadable)
         return _Sample(None, -1, unreadable)
 
 
 def _ignore_ctrl_c(_: int) -> None:
-    # A terminal sends SIGINT to all processes; a worker that dies of it would end the run before its checkpoint.
+    # A terminal sends SIGINT to all processes; a worker that dies of it would end the run before
+    # its checkpoint.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, list[_Unreadable]]:
-    readable = [
-        (sample.image, sample.label) for sample in samples if sample.image is not None
-    ]
-    images = (
-        torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
-    )
+    readable = [(sample.image, sample.label) for sample in samples if sample.image is not None]
+    images = torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
     labels = torch.tensor([label for _, label in readable], dtype=torch.long)
     return images, labels, [image for sample in samples for image in sample.unreadable]
 
@@ -172,9 +166,10 @@ class _Counted:
 class Images:
     """The batches of a training on several processes.
 
-    A global batch holds the same images for any number n of processes: process r takes images r, r + n, r + 2n, ... of
-    it. With repeated augmentation (thesis, Table 3.9, after Hoffer et al.) an epoch shows only a part of the images,
-    but each several times in the same global batch, with different augmentations.
+    A global batch holds the same images for any number n of processes: process r takes images r, r
+    + n, r + 2n, ... of it. With repeated augmentation (thesis, Table 3.9, after Hoffer et al.) an
+    epoch shows only a part of the images, but each several times in the same global batch, with
+    different augmentations.
 
     Args:
         train, validate: Images by number.
@@ -193,18 +188,18 @@ class Images:
         config = self.config
         count = self.ranks.count
         self._sizes = [
-            min(len(source), config.limit or len(source))
-            for source in (self.train, self.validate)
+            min(len(source), config.limit or len(source)) for source in (self.train, self.validate)
         ]
         self._batch = config.batch_size * count
         together = self._batch * config.accumulate
         if self._sizes[0] < together:
             raise ValueError(
-                f"a step of {together} images ({config.batch_size} x {config.accumulate} accumulated x {count} "
-                f"processes) is more than the {self._sizes[0]} to train on: give a batch_size of at most "
-                f"{self._sizes[0] // (config.accumulate * count)}"
+                f"a step of {together} images ({config.batch_size} x {config.accumulate} "
+                f"accumulated x {count} processes) is more than the {self._sizes[0]} to train on: "
+                f"give a batch_size of at most {self._sizes[0] // (config.accumulate * count)}"
             )
-        # Incomplete steps are dropped: a smaller last batch would have a noisier gradient at the same learning rate.
+        # Incomplete steps are dropped: a smaller last batch would have a noisier gradient at the
+        # same learning rate.
         self.per_epoch = self._sizes[0] // together * config.accumulate
         self.unreadable: dict[str, str] = {}
         self._epoch = 0
@@ -218,9 +213,7 @@ class Images:
         generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
         numbers = _spread(len(self.train), self._sizes[0])
         shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
-        return shuffled.repeat_interleave(self.config.repeated_augmentation)[
-            : len(shuffled)
-        ]
+        return shuffled.repeat_interleave(self.config.repeated_augmentation)[: len(shuffled)]
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Return this process's batches of the epoch, from batch number ``first`` on."""
@@ -228,25 +221,25 @@ class Images:
         keys: list[list[Key]] = []
         for batch in range(first, self.per_epoch):
             start = batch * self._batch
-            # Processes take turns, so that the images of a global batch do not depend on the number of processes.
-            places = range(
-                start + self.ranks.rank, start + self._batch, self.ranks.count
-            )
+            # Processes take turns, so that the images of a global batch do not depend on the number
+            # of processes.
+            places = range(start + self.ranks.rank, start + self._batch, self.ranks.count)
             keys.append([(self._epoch, place, int(order[place])) for place in places])
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the validation batches of this process; every image goes to exactly one process."""
+        """Return the validation batches of this process; every image goes to exactly one
+        process.
+        """
         numbers = _spread(len(self.validate), self._sizes[1])[
             self.ranks.rank :: self.ranks.count
         ].tolist()
-        # The epoch and the position in a key only seed the augmentation: validation is the same in every epoch.
+        # The epoch and the position in a key only seed the augmentation: validation is the same in
+        # every epoch.
         keys = [(0, number, number) for number in numbers]
         size = self.config.batch_size
         batches = [keys[start : start + size] for start in range(0, len(keys), size)]
-        return _Counted(
-            self._load(self.validate, self.transforms[1], batches), len(batches)
-        )
+        return _Counted(self._load(self.validate, self.transforms[1], batches), len(batches))
 
     def _load(
         self, source: Source, transform: Transform, keys: list[list[Key]]
@@ -273,7 +266,8 @@ class Images:
             self._warn(unreadable)
             if training and len(labels) < self.config.batch_size:
                 raise OSError(
-                    f"{STAND_INS} images in a row cannot be read, the last one {unreadable[-1].name}"
+                    f"{STAND_INS} images in a row cannot be read, the last one "
+                    f"{unreadable[-1].name}"
                 )
             if len(labels):
                 yield images, labels
@@ -291,11 +285,13 @@ class Images:
         if len(self.unreadable) > allowed:
             last, reason = next(reversed(self.unreadable.items()))
             raise OSError(
-                f"{len(self.unreadable)} images cannot be read, the last one {last}: more than the share of "
-                f"{self.config.max_unreadable:g} that max_unreadable allows; {reason}"
+                f"{len(self.unreadable)} images cannot be read, the last one {last}: more than the "
+                f"share of {self.config.max_unreadable:g} that max_unreadable allows; {reason}"
             )
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """Return ``count`` evenly spaced numbers below ``length``: the first ones would all be of the first classes."""
+    """Return ``count`` evenly spaced numbers below ``length``: the first ones would all be of the
+    first classes.
+    """
     return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

@@ -41,9 +41,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set in any process."""
-        return (
-            flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
-        )
+        return flag if self.count == 1 else bool(self.total(torch.tensor(float(flag))) > 0)
 
     def wait(self) -> None:
         """Wait until all processes have reached this call."""
@@ -66,11 +64,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
             f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}"
         )
     try:
-        target = (
-            torch.device(name, local)
-            if count > 1 and name == "cuda"
-            else torch.device(name)
-        )
+        target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
     except RuntimeError as error:  # an unknown name
         raise ValueError(f"device: {error}") from error
     if target.type == "cuda":

@@ -23,10 +23,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EpochResult:
-    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
+    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image
+    in nats.
 
-    ``lr`` is the learning rate of the weights, not of the gates, at the epoch's last step. With mixup or CutMix, the
-    training accuracy counts a prediction as right if it is the class with the larger share.
+    ``lr`` is the learning rate of the weights, not of the gates, at the epoch's last step. With
+    mixup or CutMix, the training accuracy counts a prediction as right if it is the class with the
+    larger share.
 
     Epoch 0 is the model before training; its training loss and accuracy are NaN.
     """
@@ -41,7 +43,9 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class AveragedResult(EpochResult):
-    """Result of an epoch, with the loss and accuracy of the moving average of the weights as well."""
+    """Result of an epoch, with the loss and accuracy of the moving average of the weights as
+    well.
+    """
 
     ema_val_loss: float
     ema_top1: float
@@ -63,7 +67,8 @@ def evaluate(
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
     after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
-    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model`` in eval mode, and restore its modes.
+    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model`` in eval mode, and restore
+    its modes.
 
     Args:
         model: Any classifier, also one of the package transformers.
@@ -71,18 +76,22 @@ def evaluate(
         device: Device to validate on; None for the model's.
         amp: Dtype of autocast; True for bfloat16, False or None for no autocast.
         progress: Whether to show a progress bar.
-        over_ranks: Function that sums the totals, shape (3,), over processes that each validate a part of the images.
+        over_ranks: Function that sums the totals, shape (3,), over processes that each validate a
+            part of the images.
         after_batch: Function that is called after each batch.
 
     Raises:
-        ValueError: The loader has no images, or none of them can be read; or a label is none of the model's classes.
+        ValueError: The loader has no images, or none of them can be read; or a label is none of the
+            model's classes.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
-    # Modes are saved by module, as model.train() afterwards would also switch frozen norms, which stay in eval mode.
+    # Modes are saved by module, as model.train() afterwards would also switch frozen norms, which
+    # stay in eval mode.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # In float64 the sum over 50,000 images has no visible rounding error, whatever the batch size.
+        # In float64 the sum over 50,000 images has no visible rounding error, whatever the batch
+        # size.
         total = torch.zeros(3, dtype=torch.float64, device=target)
         for images, labels in with_bar(loader, "validating", progress):
             images = images.to(target, non_blocking=True)
@@ -132,7 +141,8 @@ def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
 
 def with_bar(batches: Iterable[Any], description: str, progress: bool) -> Iterator[Any]:
     """Yield the batches, and show a progress bar."""
-    # Not tqdm(loader), because tqdm.auto opens a second iterator on the loader, and every image would be loaded twice.
+    # Not tqdm(loader), because tqdm.auto opens a second iterator on the loader, and every image
+    # would be loaded twice.
     count = len(batches) if isinstance(batches, Sized) else None
     with tqdm(total=count, desc=description, leave=False, disable=not progress) as bar:
         for batch in batches:

@@ -1,4 +1,6 @@
-"""Fine representations from coarse labels: Grafit's losses and network (arXiv:2011.12982; Touvron's thesis, Ch. 2)."""
+"""Fine representations from coarse labels: Grafit's losses and network (arXiv:2011.12982; Touvron's
+thesis, Ch. 2).
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,8 @@ __all__ = ["Grafit", "GrafitTask", "instance_loss", "neighbour_scores"]
 
 
 def instance_loss(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute the instance loss: minus the cosine between predictions and targets of different views (Eq. 2.1).
+    """Compute the instance loss: minus the cosine between predictions and targets of different
+    views (Eq. 2.1).
 
     Args:
         predictions: Predictions q(g(t_i(x))), shape (B, T, D), T views of each image.
@@ -36,10 +39,12 @@ def neighbour_scores(
     temperature: float = 0.05,
     itself: Tensor | None = None,
 ) -> Tensor:
-    """Compute log-probabilities of classes from all neighbours, shape (B, K): the log of p_ij summed over a class's j.
+    """Compute log-probabilities of classes from all neighbours, shape (B, K): the log of p_ij
+    summed over a class's j.
 
-    p_ij is a softmax of cosines over neighbours j (Eq. 2.2). The negative log-likelihood of the label is the kNN loss
-    (Eq. 2.3). For a class without neighbours, the probability is the dtype's smallest normal number.
+    p_ij is a softmax of cosines over neighbours j (Eq. 2.2). The negative log-likelihood of the
+    label is the kNN loss (Eq. 2.3). For a class without neighbours, the probability is the dtype's
+    smallest normal number.
 
     Args:
         embeddings: Embeddings of images, shape (B, D).
@@ -47,25 +52,26 @@ def neighbour_scores(
         labels: Labels of the neighbours, shape (N,).
         classes: Number of classes.
         temperature: The thesis's sigma.
-        itself: Mask, shape (B, N), True where a neighbour is the image itself, which is then left out.
+        itself: Mask, shape (B, N), True where a neighbour is the image itself, which is then left
+            out.
     """
-    scaled = (
-        F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
-    )
+    scaled = F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
     if itself is not None:
         scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
     masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
-    # Without the clamp, a class without neighbours would have a logarithm of -inf and a gradient of NaN.
+    # Without the clamp, a class without neighbours would have a logarithm of -inf and a gradient of
+    # NaN.
     return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
 
 
 class Grafit(nn.Module):
-    """A trunk, a projector, a predictor, and a memory of embeddings for classification by nearest neighbours.
+    """A trunk, a projector, a predictor, and a memory of embeddings for classification by nearest
+    neighbours.
 
-    The thesis does not give the widths of projector and predictor. Here they are MLPs with one hidden layer that is 16
-    times as wide as the output, as in BYOL (arXiv:2006.07733) for 256 dimensions. The variant Grafit FC has a linear
-    projector.
+    The thesis does not give the widths of projector and predictor. Here they are MLPs with one
+    hidden layer that is 16 times as wide as the output, as in BYOL (arXiv:2006.07733) for 256
+    dimensions. The variant Grafit FC has a linear projector.
 
     Args:
         trunk: Model of timm; its classifier is removed.
@@ -96,24 +102,29 @@ class Grafit(nn.Module):
         self.temperature = temperature
         self.pretrained_cfg = getattr(trunk, "pretrained_cfg", None)
         width = trunk.head_hidden_size
-        self.projector = (
-            nn.Linear(width, dim) if projector == "linear" else _perceptron(width, dim)
-        )
+        self.projector = nn.Linear(width, dim) if projector == "linear" else _perceptron(width, dim)
         self.predictor = _perceptron(dim, dim)
         self.register_buffer("memory", torch.zeros(images, dim))
         self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
 
     def embed(self, images: Tensor) -> Tensor:
-        """Compute embeddings g(x) of norm 1, shape (B, D), with which coarse and fine neighbours are searched."""
+        """Compute embeddings g(x) of norm 1, shape (B, D), with which coarse and fine neighbours
+        are searched.
+        """
         return F.normalize(self.projector(self.trunk(images)), dim=-1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute log-probabilities of the coarse classes from the images in the memory, shape (B, K)."""
-        # In bfloat16 cosines just below 1 are 0.004 apart, which the temperature turns into 0.08 in a logit.
+        """Compute log-probabilities of the coarse classes from the images in the memory, shape (B,
+        K).
+        """
+        # In bfloat16 cosines just below 1 are 0.004 apart, which the temperature turns into 0.08 in
+        # a logit.
         return self.scores(self.embed(images).float())
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Score embeddings (B, D); with numbers (B,) of training images, no image is its own neighbour."""
+        """Score embeddings (B, D); with numbers (B,) of training images, no image is its own
+        neighbour.
+        """
         known = (self.labels >= 0).nonzero()[:, 0]
         return neighbour_scores(
             embeddings,
@@ -126,8 +137,11 @@ class Grafit(nn.Module):
 
     @torch.no_grad()
     def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
-        """Replace the images' memory entries by their mean with these embeddings (thesis, "Memory of embeddings")."""
-        # The means have norms below 1, at first because the memory starts with zeros; cosines ignore norms.
+        """Replace the images' memory entries by their mean with these embeddings (thesis, "Memory
+        of embeddings").
+        """
+        # The means have norms below 1, at first because the memory starts with zeros; cosines
+        # ignore norms.
         self.memory[numbers] = (self.memory[numbers] + embeddings) / 2
         self.labels[numbers] = labels
 
@@ -135,8 +149,9 @@ class Grafit(nn.Module):
     def refresh(self, numbers: Tensor, labels: Tensor, images: Tensor) -> None:
         """Replace memory entries of training images by their current embeddings.
 
-        The memory holds means over older weights, so the thesis recomputes it with the final weights for all training
-        images ("Adapting the architecture at test-time"). Call this in eval mode, with the transforms of validation.
+        The memory holds means over older weights, so the thesis recomputes it with the final
+        weights for all training images ("Adapting the architecture at test-time"). Call this in
+        eval mode, with the transforms of validation.
 
         Args:
             numbers: Numbers of the images, shape (B,).
@@ -148,16 +163,18 @@ class Grafit(nn.Module):
 
 
 class GrafitTask:
-    """The sum of both losses (Eq. 2.4, Table 2.11), for batches in which the views of an image are consecutive.
+    """The sum of both losses (Eq. 2.4, Table 2.11), for batches in which the views of an image are
+    consecutive.
 
-    The kNN loss uses the first view only. A batch is added to the memory before its loss is computed, so that even the
-    first batch has neighbours.
+    The kNN loss uses the first view only. A batch is added to the memory before its loss is
+    computed, so that even the first batch has neighbours.
 
     Args:
         model: Network that is trained.
         target: Moving average of the model, the target network.
         views: Number of views of each image, T.
-        instance_weight: Weight lambda of the instance loss; 0 leaves only the kNN loss, as in SNCA+.
+        instance_weight: Weight lambda of the instance loss; 0 leaves only the kNN loss, as in
+            SNCA+.
     """
 
     def __init__(
@@ -183,7 +200,8 @@ class GrafitTask:
         labels, numbers = targets.unflatten(0, (-1, self.views)).unbind(-1)
         if (numbers != numbers[:, :1]).any():
             raise ValueError(
-                f"expected {self.views} views of each image, one after the other: is an image unreadable?"
+                f"expected {self.views} views of each image, one after the other: is an image "
+                "unreadable?"
             )
         with torch.no_grad():
             goals = self.target.embed(images)
@@ -195,9 +213,7 @@ class GrafitTask:
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
             scores = self.model.scores(first, numbers[:, 0])
             knn_loss = F.nll_loss(scores, labels[:, 0])
-            by_instance = instance_loss(
-                self._by_image(predictions), self._by_image(goals)
-            )
+            by_instance = instance_loss(self._by_image(predictions), self._by_image(goals))
             loss = knn_loss + self.instance_weight * by_instance
         return {"loss": loss, "output": scores, "targets": labels[:, 0]}
 

@@ -1,7 +1,8 @@
 """The training loop, which ``finetune``, the command ``tcnn-finetune`` and the studies share.
 
-Random number generators are seeded in each step with the run's seed, the epoch and the step. Their state therefore
-need not be saved, and a run that is resumed at any step gives the same results as one that was not interrupted.
+Random number generators are seeded in each step with the run's seed, the epoch and the step. Their
+state therefore need not be saved, and a run that is resumed at any step gives the same results as
+one that was not interrupted.
 """
 
 import math
@@ -26,7 +27,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
-    """The training was asked to stop, and a checkpoint to resume it is on disk; ``signal`` is the signal's number."""
+    """The training was asked to stop, and a checkpoint to resume it is on disk; ``signal`` is the
+    signal's number.
+    """
 
     def __init__(self, message: str, signal: int | None = None) -> None:
         super().__init__(message)
@@ -64,25 +67,26 @@ class Training:
 
     Args:
         model: Model without wrappers.
-        task: Function from images and targets to a mapping with "loss", "output" (the class scores) and, if they differ
-            from the batch's, "targets".
+        task: Function from images and targets to a mapping with "loss", "output" (the class scores)
+            and, if they differ from the batch's, "targets".
         optimizer: Optimizer of the model's parameters.
         schedules: Learning-rate schedules of timm, updated before each step of the optimizer.
         device: Device of the model.
         amp: Dtype of autocast; None for no autocast.
         accumulate: Number of batches in a step of the optimizer.
         clip_grad: Largest norm of the gradient; None for no limit.
-        mix: Function that mixes the images of a batch and turns class indices into class probabilities (timm's
-            ``Mixup``).
+        mix: Function that mixes the images of a batch and turns class indices into class
+            probabilities (timm's ``Mixup``).
         seed: Seed of the random numbers in each step; None to leave the generators alone.
         ema: Moving average of the weights.
         frozen: Modules that stay in eval mode, so that their running statistics stay as they are.
         channels_last: Whether images have this memory layout.
-        no_sync: Context manager that suspends the synchronisation of gradients; entered for all batches of a step
-            but the last.
+        no_sync: Context manager that suspends the synchronisation of gradients; entered for all
+            batches of a step but the last.
         gathered: Context manager that gathers the parameters of a sharded model for validation.
         over_ranks: Function that sums totals over processes.
-        agree: Function that gives a model in all processes the running statistics of the first process.
+        agree: Function that gives a model in all processes the running statistics of the first
+            process.
         rank: Rank of this process.
         history: Results so far.
         epoch, step: The epoch that is being trained, and the number of optimizer steps made in it.
@@ -114,31 +118,25 @@ class Training:
 
     def __post_init__(self) -> None:
         # Gradients in float16 underflow without scaling; bfloat16 has the range of float32.
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=self.amp == torch.float16
-        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
 
     @property
     def lr(self) -> float:
         """Current learning rate of the weights; NaN if only gates are trained."""
         names = ("decayed", "undecayed")
-        rates = [
-            group["lr"]
-            for group in self.optimizer.param_groups
-            if group["name"] in names
-        ]
+        rates = [group["lr"] for group in self.optimizer.param_groups if group["name"] in names]
         return rates[0] if rates else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the training as tensors and plain values; all processes must call this together."""
+        """Return the state of the training as tensors and plain values; all processes must call
+        this together.
+        """
         return {
             "model": gather_state(self.model.state_dict()),
             "optimizer": gather_state(self.optimizer.state_dict()),
             "schedules": [_plain(schedule.state_dict()) for schedule in self.schedules],
             "scaler": self.scaler.state_dict(),
-            "ema": None
-            if self.ema is None
-            else gather_state(self.ema.module.state_dict()),
+            "ema": None if self.ema is None else gather_state(self.ema.module.state_dict()),
             "history": [asdict(result) for result in self.history],
             "epoch": self.epoch,
             "step": self.step,
@@ -176,9 +174,11 @@ class Training:
         progress: bool,
         after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
-        """Compute the validation loss and accuracy of the model, or of the moving average of its weights."""
-        # Batch norms of each process have seen different images. Checkpoints keep the statistics of the first process,
-        # so every process validates with these.
+        """Compute the validation loss and accuracy of the model, or of the moving average of its
+        weights.
+        """
+        # Batch norms of each process have seen different images. Checkpoints keep the statistics of
+        # the first process, so every process validates with these.
         self.agree(model)
         with self.gathered(model):
             return evaluate(
@@ -199,7 +199,8 @@ class Training:
         for number, (images, targets) in enumerate(batches):
             if self.seed is not None:
                 seed_everything(
-                    # The rank is included, as otherwise mixup and dropout would be the same in all processes.
+                    # The rank is included, as otherwise mixup and dropout would be the same in all
+                    # processes.
                     seed_of(self.seed, self.epoch, self.step, number, self.rank)
                 )
             last = number == len(batches) - 1
@@ -227,15 +228,14 @@ class Training:
             result = self.task(images, targets)
         loss = result["loss"]
         logits = result["output"]
-        # All processes stop together, because the others would wait for the gradient of one that stops alone.
+        # All processes stop together, because the others would wait for the gradient of one that
+        # stops alone.
         total_loss = float(self.over_ranks(loss.detach()))
         if not math.isfinite(total_loss):
             place = f"epoch {self.epoch}, step {self.step + 1}"
-            raise NonFiniteLossError(
-                f"the loss is {total_loss:g} in {place}", images, targets
-            )
-        # After the division the accumulated gradient is a mean, so that clipping sees the norm that one large batch
-        # would have.
+            raise NonFiniteLossError(f"the loss is {total_loss:g} in {place}", images, targets)
+        # After the division the accumulated gradient is a mean, so that clipping sees the norm that
+        # one large batch would have.
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
@@ -254,14 +254,15 @@ def run(
 ) -> Iterator[EpochResult]:
     """Train and validate epoch by epoch, starting from the state of the training; yield results.
 
-    Results in the history are yielded again without training, the last one after a new validation, which recorders
-    need.
+    Results in the history are yielded again without training, the last one after a new validation,
+    which recorders need.
 
     Args:
         training: Training, changed in place.
         batches: Batches of images.
         epochs: Number of the last epoch.
-        before_epoch: Function that is called with the number of an epoch before its training begins or is resumed.
+        before_epoch: Function that is called with the number of an epoch before its training begins
+            or is resumed.
         after_step: Function that is called after each step of the optimizer.
         while_validating: Function that is called after each validation batch.
         after_epoch: Function that is called after an epoch's result is added to the history.
@@ -272,9 +273,7 @@ def run(
     within = training.step > 0
     first = max(len(training.history) - (not within), 0)
     yield from training.history[:first]
-    with tqdm(
-        total=epochs, initial=first, desc=name, unit="epoch", disable=not progress
-    ) as bar:
+    with tqdm(total=epochs, initial=first, desc=name, unit="epoch", disable=not progress) as bar:
         for epoch in range(first, epochs + 1):
             known = training.history[epoch] if epoch < len(training.history) else None
             if known is not None:
@@ -287,9 +286,7 @@ def run(
                 before_epoch(epoch)
                 _train_epoch(training, batches, epoch, after_step, progress)
                 trained = _means(training)
-            validated = training.validate(
-                training.model, batches, progress, while_validating
-            )
+            validated = training.validate(training.model, batches, progress, while_validating)
             result = EpochResult(epoch, *trained, *validated, training.lr)
             if training.ema is not None:
                 average = training.validate(
@@ -299,7 +296,8 @@ def run(
                     **asdict(result), ema_val_loss=average[0], ema_top1=average[1]
                 )
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
-            # The first epoch here is in the history, which `initial` counts, or is epoch 0, which has no training.
+            # The first epoch here is in the history, which `initial` counts, or is epoch 0, which
+            # has no training.
             bar.update(epoch > first)
             if known is None:
                 training.history.append(result)
@@ -346,13 +344,15 @@ def _train_epoch(
 
 
 def _means(training: Training) -> tuple[float, float]:
-    # Sums are added over processes, not means, as processes may have seen different numbers of images.
+    # Sums are added over processes, not means, as processes may have seen different numbers of
+    # images.
     loss, correct, count = training.over_ranks(training.total).tolist()
     return loss / count, correct / count
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Checkpoints are read with weights_only=True, which refuses other objects that a schedule may hold.
+    # Checkpoints are read with weights_only=True, which refuses other objects that a schedule may
+    # hold.
     return {
         key: value
         for key, value in state.items()

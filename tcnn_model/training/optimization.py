@@ -29,13 +29,17 @@ __all__ = [
 ]
 
 PAPERS_SUM = 3.1
-"""Sum of the learning rates in the T-CNN paper's training: 50 epochs of 1,251 steps, with half of the peak rate 1e-4 on
-average (cosine). This is 156 times the standard deviation with which queries and keys are initialised, 0.02."""
+"""Sum of the learning rates in the T-CNN paper's training: 50 epochs of 1,251 steps, with half of
+the peak rate 1e-4 on average (cosine). This is 156 times the standard deviation with which queries
+and keys are initialised, 0.02.
+"""
 
 
 _FUSED = ("adam", "adamw")
-"""Optimizers whose fused form is used: it is six times as fast for small models on a CPU. Fused SGD cannot mix weights
-with and without a momentum buffer, as there are after a conversion that keeps the optimizer's state."""
+"""Optimizers whose fused form is used: it is six times as fast for small models on a CPU. Fused SGD
+cannot mix weights with and without a momentum buffer, as there are after a conversion that keeps
+the optimizer's state.
+"""
 
 
 def parameter_groups(
@@ -46,24 +50,28 @@ def parameter_groups(
     *,
     qk_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the optimizer groups of a T-CNN (paper, Sec. 3), with a separate, much larger learning rate for gates.
+    """Return the optimizer groups of a T-CNN (paper, Sec. 3), with a separate, much larger learning
+    rate for gates.
 
-    Gates, locality strengths, centres of attention, kernels of heads (:func:`convolve`), tokens of attention pools,
-    norms, biases and the parameters that the model's ``no_weight_decay()`` names have no weight decay.
+    Gates, locality strengths, centres of attention, kernels of heads (:func:`convolve`), tokens of
+    attention pools, norms, biases and the parameters that the model's ``no_weight_decay()`` names
+    have no weight decay.
 
     Args:
         model: Any module; without GPSA layers there is no group of gates.
         lr: Learning rate of all parameters but the gates.
         gating_lr: Learning rate of the gating parameters lambda.
         weight_decay: Weight decay of matrices and filters.
-        qk_lr: Learning rate of GPSA's queries and keys, which then form a group; None for ``lr``, as in the papers.
-            AdamW moves a weight by no more than about the sum of its learning rates. With the papers' rate and a
-            hundredth of their steps, heads therefore cannot learn to attend to content: use ``papers_qk_lr(steps)`` of
+        qk_lr: Learning rate of GPSA's queries and keys, which then form a group; None for ``lr``,
+            as in the papers. AdamW moves a weight by no more than about the sum of its learning
+            rates. With the papers' rate and a hundredth of their steps, heads therefore cannot
+            learn to attend to content: use ``papers_qk_lr(steps)`` of
             ``tcnn_model.training.optimization``.
 
     Returns:
-        Groups for any optimizer of torch or timm, each with "params", "lr", "weight_decay" and a "name". Every
-        parameter that requires a gradient is in exactly one group; empty groups are left out.
+        Groups for any optimizer of torch or timm, each with "params", "lr", "weight_decay" and a
+        "name". Every parameter that requires a gradient is in exactly one group; empty groups are
+        left out.
     """
     layers = gpsa_layers(model)
     gates = [layer.gating for layer in layers.values() if layer.gating.requires_grad]
@@ -72,11 +80,7 @@ def parameter_groups(
         for name in layers
         for p in ("gating", "raw_locality", "center")
     }
-    pools = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, AttentionPool2d)
-    )
+    pools = (name for name, module in model.named_modules() if isinstance(module, AttentionPool2d))
     undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
     # Decay would make convolutions wider.
     undecayed |= {
@@ -90,10 +94,7 @@ def parameter_groups(
         {"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}
     ]
     queries_and_keys = [
-        p
-        for layer in layers.values()
-        for p in (layer.query, layer.key)
-        if p.requires_grad
+        p for layer in layers.values() for p in (layer.query, layer.key) if p.requires_grad
     ]
     if qk_lr is not None:
         groups.append(
@@ -105,9 +106,7 @@ def parameter_groups(
             }
         )
     grouped = {id(p) for group in groups for p in group["params"]}
-    for group in param_groups_weight_decay(
-        model, weight_decay, no_weight_decay_list=undecayed
-    ):
+    for group in param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed):
         params = [p for p in group["params"] if id(p) not in grouped]
         decay = group["weight_decay"]
         groups.append(
@@ -122,10 +121,12 @@ def parameter_groups(
 
 
 def warn_of_stuck_gates(model: nn.Module) -> None:
-    """Warn of GPSA layers with gates that have no gradient, and so can never learn to attend to content.
+    """Warn of GPSA layers with gates that have no gradient, and so can never learn to attend to
+    content.
 
-    The derivative of the sigmoid is gate (1 - gate). In float32 sigma(17) is exactly 1, so that the gradients of lambda
-    and of queries and keys, whose attention has the weight 1 - gate, are exactly 0.
+    The derivative of the sigmoid is gate (1 - gate). In float32 sigma(17) is exactly 1, so that the
+    gradients of lambda and of queries and keys, whose attention has the weight 1 - gate, are
+    exactly 0.
     """
     stuck = []
     for name, layer in gpsa_layers(model).items():
@@ -135,15 +136,17 @@ def warn_of_stuck_gates(model: nn.Module) -> None:
             stuck.append(f"{name or 'the model'} ({heads} of {len(gate)} heads)")
     if stuck:
         warnings.warn(
-            f"gates are exactly 0 or 1 and have no gradient, so these heads stay as they are: {', '.join(stuck)}; "
-            "gating=4 is a start near a convolution that can learn (reparameterize(..., gating=4))",
+            "gates are exactly 0 or 1 and have no gradient, so these heads stay as they are: "
+            f"{', '.join(stuck)}; gating=4 is a start near a convolution that can learn "
+            "(reparameterize(..., gating=4))",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def papers_qk_lr(steps: int) -> float:
-    """Return the peak rate of queries and keys with which a cosine schedule sums to the paper's 3.1.
+    """Return the peak rate of queries and keys with which a cosine schedule sums to the paper's
+    3.1.
 
     Args:
         steps: Number of steps in the whole training.
@@ -159,10 +162,11 @@ def rate_sums(
     schedules: Sequence[Any],
     marks: Sequence[int],
 ) -> list[dict[str, float]]:
-    """Sum the learning rates of a training in advance, in units of the weights' initial standard deviation.
+    """Sum the learning rates of a training in advance, in units of the weights' initial standard
+    deviation.
 
-    Adam and its variants move a weight by no more than about the sum of its learning rates. If this sum is far below 1,
-    the weights cannot have learned much.
+    Adam and its variants move a weight by no more than about the sum of its learning rates. If this
+    sum is far below 1, the weights cannot have learned much.
 
     Args:
         model: Model before the training.
@@ -171,37 +175,30 @@ def rate_sums(
         marks: Numbers of steps, ascending, after which to return the sums.
 
     Returns:
-        For each mark, ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys, and
-        ``gating_lr_sum`` of the gates, which is in units of lambda; NaN for parameters that the model lacks.
+        For each mark, ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys,
+        and ``gating_lr_sum`` of the gates, which is in units of lambda; NaN for parameters that the
+        model lacks.
     """
     layers = gpsa_layers(model).values()
     gates = [layer.gating for layer in layers]
-    queries_and_keys = [
-        parameter for layer in layers for parameter in (layer.query, layer.key)
-    ]
+    queries_and_keys = [parameter for layer in layers for parameter in (layer.query, layer.key)]
     attention = {id(parameter) for parameter in (*gates, *queries_and_keys)}
     weights = [
-        p
-        for p in model.parameters()
-        if p.ndim > 1 and p.requires_grad and id(p) not in attention
+        p for p in model.parameters() if p.ndim > 1 and p.requires_grad and id(p) not in attention
     ]
     parts = {"lr_sum": weights, "qk_lr_sum": queries_and_keys, "gating_lr_sum": gates}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = {
-        name: groups[id(part[0])]
-        for name, part in parts.items()
-        if part and id(part[0]) in groups
+        name: groups[id(part[0])] for name, part in parts.items() if part and id(part[0]) in groups
     }
-    units = {
-        name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name])
-        for name in trained
-    }
+    units = {name: 1.0 if name == "gating_lr_sum" else _deviation(parts[name]) for name in trained}
     before = [group["lr"] for group in optimizer.param_groups]
     # This is a dry run: the schedules set the rates of each step, and no weight is updated.
     totals = dict.fromkeys(trained, 0.0)
     sums = []
     for step in range(marks[-1] + 1):
-        # The sum is read before the rate of this step is added, so that mark n sums the rates of n steps.
+        # The sum is read before the rate of this step is added, so that mark n sums the rates of n
+        # steps.
         if step in marks:
             known = {
                 name: total / units[name] if units[name] else math.nan
@@ -219,9 +216,7 @@ def rate_sums(
 
 def _deviation(parameters: Sequence[Tensor]) -> float:
     """Compute the root mean square of all elements of several tensors."""
-    squares = sum(
-        float(parameter.detach().double().square().sum()) for parameter in parameters
-    )
+    squares = sum(float(parameter.detach().double().square().sum()) for parameter in parameters)
     return math.sqrt(squares / sum(parameter.numel() for parameter in parameters))
 
 
@@ -279,25 +274,29 @@ def create_schedules(
 ) -> list[Any]:
     """Create timm's schedules for the weights and for the gates, to be updated before every step.
 
-    The T-CNN paper gives the gates a learning rate of 0.1 and does not say how it changes. By default it follows the
-    schedule of the weights, so that gates hardly move in the last steps; with a floor (``gating_min_lr``) they do.
+    The T-CNN paper gives the gates a learning rate of 0.1 and does not say how it changes. By
+    default it follows the schedule of the weights, so that gates hardly move in the last steps;
+    with a floor (``gating_min_lr``) they do.
 
     Args:
         optimizer: Optimizer of :func:`create_optimizer`.
         epochs, steps: Number of epochs, and number of steps in an epoch.
-        warmup_epochs, warmup_lr, min_lr: Epochs of linear warm-up, its initial rate, and the schedule's final rate.
+        warmup_epochs, warmup_lr, min_lr: Epochs of linear warm-up, its initial rate, and the
+            schedule's final rate.
         sched: timm's name of a schedule.
-        gating_warmup_epochs, gating_min_lr: Warm-up epochs and final rate of the gates; None for those of the weights.
-        reaching_peak: Whether the schedule starts after the warm-up, at the peak. By default in timm, and so in the
-            published recipes, it starts with the first step, and the warm-up hides its first part: a training of few
-            epochs then never reaches the peak.
+        gating_warmup_epochs, gating_min_lr: Warm-up epochs and final rate of the gates; None for
+            those of the weights.
+        reaching_peak: Whether the schedule starts after the warm-up, at the peak. By default in
+            timm, and so in the published recipes, it starts with the first step, and the warm-up
+            hides its first part: a training of few epochs then never reaches the peak.
     """
     weights = (warmup_epochs, min_lr)
     gates = (
         warmup_epochs if gating_warmup_epochs is None else gating_warmup_epochs,
         min_lr if gating_min_lr is None else gating_min_lr,
     )
-    # A schedule of timm has one warm-up and one floor for all groups of an optimizer, so the gates need another one.
+    # A schedule of timm has one warm-up and one floor for all groups of an optimizer, so the gates
+    # need another one.
     schedules = []
     for view, (warmup, floor) in (
         (_Groups(optimizer, False), weights),
@@ -322,13 +321,15 @@ def create_schedules(
 def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> int:
     """Set stochastic depth: the probability of dropping a residual branch for an image in training.
 
-    "We adopt a uniform drop rate for all layers" (PatchConvNet paper, Sec. 3.3; also CaiT, thesis Table 3.16, and DeiT
-    III, Sec. 6.2.1). The T-CNN paper gives one number per model and builds on timm, in whose ResNets the rate increases
-    linearly from 0 at the first residual block to ``rate`` at the last. Attention pools and class-attention blocks keep
-    0: there are only one or two of them, and without them the class token would see nothing of the image.
+    "We adopt a uniform drop rate for all layers" (PatchConvNet paper, Sec. 3.3; also CaiT, thesis
+    Table 3.16, and DeiT III, Sec. 6.2.1). The T-CNN paper gives one number per model and builds on
+    timm, in whose ResNets the rate increases linearly from 0 at the first residual block to
+    ``rate`` at the last. Attention pools and class-attention blocks keep 0: there are only one or
+    two of them, and without them the class token would see nothing of the image.
 
     Args:
-        model: Model to change in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``, ``drop_path2``).
+        model: Model to change in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``,
+            ``drop_path2``).
         rate: Rate of the last block, or of every block, in [0, 1).
         uniform: Whether every block gets the same rate.
 
@@ -346,21 +347,20 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     # A single block gets 0, the rate of the first block; max(..., 1) avoids a division by zero.
     last = max(len(trunk) - 1, 1)
     rates = {
-        id(block): rate if uniform else rate * number / last
-        for number, block in enumerate(trunk)
+        id(block): rate if uniform else rate * number / last for number, block in enumerate(trunk)
     }
     for block, names in blocks:
         p = rates.get(id(block), 0.0)
         for name in names:
             # A new module starts in training mode, even if the model is in eval mode.
-            setattr(
-                block, name, DropPath(p).train(block.training) if p else nn.Identity()
-            )
+            setattr(block, name, DropPath(p).train(block.training) if p else nn.Identity())
     return len(trunk)
 
 
 def _drop_paths(block: nn.Module) -> list[str]:
-    """Return the names of a block's attributes for stochastic depth, even if unset (None in timm's ResNets)."""
+    """Return the names of a block's attributes for stochastic depth, even if unset (None in timm's
+    ResNets).
+    """
     names = [
         name
         # torch keeps an attribute that is None in __dict__, but modules in _modules.
@@ -368,14 +368,14 @@ def _drop_paths(block: nn.Module) -> list[str]:
         if re.fullmatch(r"drop_path\d?", name)
     ]
     return [
-        name
-        for name in names
-        if isinstance(getattr(block, name), DropPath | nn.Identity | None)
+        name for name in names if isinstance(getattr(block, name), DropPath | nn.Identity | None)
     ]
 
 
 def _is_class_attention(block: nn.Module) -> bool:
-    """Return True if the block's attention updates class tokens only (CaiT, XCiT, VOLO and attention pools)."""
+    """Return True if the block's attention updates class tokens only (CaiT, XCiT, VOLO and
+    attention pools).
+    """
     return any(
         isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention)
         for child in block.children()

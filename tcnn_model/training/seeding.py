@@ -16,9 +16,11 @@ Batches = DataLoader[tuple[Tensor, Tensor]]
 
 
 def seed_everything(seed: int, *loaders: Batches) -> None:
-    """Seed the global generators of Python, NumPy and torch, and those of the loaders and their samplers.
+    """Seed the global generators of Python, NumPy and torch, and those of the loaders and their
+    samplers.
 
-    Workers need no seeding: torch seeds them when an epoch begins, from the loader's generator or else its global one.
+    Workers need no seeding: torch seeds them when an epoch begins, from the loader's generator or
+    else its global one.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations draw from NumPy's global generator)
@@ -63,10 +65,11 @@ def check_repeatable(loader: Batches) -> None:
     """Refuse a loader that cannot repeat an epoch.
 
     Raises:
-        ValueError: The loader's workers persist over epochs, so that their generators are not seeded again.
+        ValueError: The loader's workers persist over epochs, so that their generators are not
+            seeded again.
     """
     if loader.num_workers and loader.persistent_workers:
         raise ValueError(
-            "with seed= a resumed run repeats what an uninterrupted one would have done, which persistent workers "
-            "cannot: give a loader with persistent_workers=False, or no seed"
+            "with seed= a resumed run repeats what an uninterrupted one would have done, which "
+            "persistent workers cannot: give a loader with persistent_workers=False, or no seed"
         )

@@ -35,12 +35,15 @@ FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watc
 
 _EPOCH = re.compile(r"epoch-(\d+)\.pt")
 
-# Locked files, each with the number of the process that holds the lock, since a forked process holds none of them.
+# Locked files, each with the number of the process that holds the lock, since a forked process
+# holds none of them.
 _held: set[tuple[int, Path]] = set()
 
 
 class Stopping:
-    """Signals that ask a training to stop between two batches: Ctrl-C, and SIGTERM or SIGUSR1 from clusters."""
+    """Signals that ask a training to stop between two batches: Ctrl-C, and SIGTERM or SIGUSR1 from
+    clusters.
+    """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
@@ -76,8 +79,9 @@ class Stopping:
 class RunFolder:
     """The files of a run.
 
-    These are ``config.toml``, ``classes.csv``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best
-    accuracy, and the names of the classes), ``checkpoints/``, and the files of watchers.
+    These are ``config.toml``, ``classes.csv``, ``epochs.csv``, ``best.pt`` (weights of the epoch
+    with the best accuracy, and the names of the classes), ``checkpoints/``, and the files of
+    watchers.
 
     Args:
         config: Settings of the run.
@@ -96,7 +100,8 @@ class RunFolder:
         self._settings = {
             name: value for name, value in config.as_dict().items() if name not in FREE
         }
-        # Random numbers and batch norms differ between processes, so a run must be resumed with as many as before.
+        # Random numbers and batch norms differ between processes, so a run must be resumed with as
+        # many as before.
         self._settings["processes"] = ranks.count
         self._steps = 0
         self._best: int | None = None
@@ -123,10 +128,12 @@ class RunFolder:
                     stack.enter_context(_file_lock(self.path / ".lock"))
                 except BlockingIOError:
                     refused = True
-            # Only rank 0 knows of the refusal; without any(), the other ranks would go on and wait for it.
+            # Only rank 0 knows of the refusal; without any(), the other ranks would go on and wait
+            # for it.
             if self.ranks.any(refused):
                 raise ValueError(
-                    f"another training runs in {self.path}: wait until it ends, or give another --out"
+                    f"another training runs in {self.path}: wait until it ends, or give another "
+                    "--out"
                 )
             yield
 
@@ -146,9 +153,7 @@ class RunFolder:
         self.ranks.wait()
         if self.ranks.first:
             # Comments, because the settings themselves are scaled again when the run is resumed.
-            used = [
-                f"# as used: {name} = {rate:g}" for name, rate in self.rates.items()
-            ]
+            used = [f"# as used: {name} = {rate:g}" for name, rate in self.rates.items()]
             settings = as_toml(self.config.as_dict())
             _write(self.path / "config.toml", "\n".join([settings.rstrip(), *used, ""]))
             if self.classes is not None:
@@ -158,8 +163,8 @@ class RunFolder:
     def load(self, training: Training, steps: int) -> None:
         """Restore the latest checkpoint, if there is one.
 
-        A process may have been killed after it had written the checkpoint of an epoch but before the other files, which
-        are then written here.
+        A process may have been killed after it had written the checkpoint of an epoch but before
+        the other files, which are then written here.
 
         Raises:
             ValueError: The checkpoint is damaged, or belongs to a run with other settings.
@@ -183,8 +188,9 @@ class RunFolder:
                 best = best_result(training.history)
                 if not self.has_best(training):
                     warnings.warn(
-                        f"{self.path / 'best.pt'} is damaged or missing, and the checkpoint of epoch {best.epoch} is "
-                        f"not kept: the weights of the best accuracy, {best.top1:.4f}, are lost",
+                        f"{self.path / 'best.pt'} is damaged or missing, and the checkpoint of "
+                        f"epoch {best.epoch} is not kept: the weights of the best accuracy, "
+                        f"{best.top1:.4f}, are lost",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -200,8 +206,9 @@ class RunFolder:
         pairs = enumerate(zip_longest(before or [], self.classes or []))
         label, names = next((label, pair) for label, pair in pairs if len({*pair}) > 1)
         raise ValueError(
-            f"the run in {self.path} has other classes than the data: label {label} was {names[0]!r} and is "
-            f"{names[1]!r} now; {self.path / 'classes.csv'} lists those of the run"
+            f"the run in {self.path} has other classes than the data: label {label} was "
+            f"{names[0]!r} and is {names[1]!r} now; {self.path / 'classes.csv'} lists those of the "
+            "run"
         )
 
     def has_best(self, training: Training) -> bool:
@@ -217,16 +224,14 @@ class RunFolder:
         self._steps += 1
         if stopping.asked():
             self._stop(training, stopping)
-        elif (
-            self.config.checkpoint_steps
-            and self._steps % self.config.checkpoint_steps == 0
-        ):
+        elif self.config.checkpoint_steps and self._steps % self.config.checkpoint_steps == 0:
             self._write_checkpoint(training, self._within)
 
     def while_validating(self, training: Training, stopping: Stopping) -> None:
         """Stop between two validation batches if the run should stop.
 
-        Several processes stop only after validation: with different numbers of batches, they could not agree earlier.
+        Several processes stop only after validation: with different numbers of batches, they could
+        not agree earlier.
 
         Raises:
             StopRequested: The run should stop.
@@ -241,22 +246,16 @@ class RunFolder:
             StopRequested: The run should stop before its last epoch.
         """
         epoch = training.history[-1].epoch
-        state = self._write_checkpoint(
-            training, self._checkpoints / f"epoch-{epoch:04d}.pt"
-        )
+        state = self._write_checkpoint(training, self._checkpoints / f"epoch-{epoch:04d}.pt")
         if self.ranks.first:
             self._settle(training, state)
         if epoch < self.config.epochs and stopping.asked():
             raise StopRequested(f"after epoch {epoch}", stopping.signal)
 
-    def keep_batch(
-        self, images: torch.Tensor, targets: torch.Tensor, where: str
-    ) -> Path:
+    def keep_batch(self, images: torch.Tensor, targets: torch.Tensor, where: str) -> Path:
         """Write the batch for which the loss is not finite."""
         path = self.path / f"nonfinite-{self.ranks.rank}.pt"
-        write_checkpoint(
-            path, {"images": images.cpu(), "targets": targets.cpu(), "where": where}
-        )
+        write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
         return path
 
     def _stop(self, training: Training, stopping: Stopping) -> None:
@@ -267,7 +266,8 @@ class RunFolder:
         )
 
     def _settle(self, training: Training, state: dict[str, Any] | None = None) -> None:
-        """Update the other files from the checkpoints of epochs, in an order that loses nothing if it is interrupted.
+        """Update the other files from the checkpoints of epochs, in an order that loses nothing if
+        it is interrupted.
 
         Args:
             training: Training whose history the files will show.
@@ -291,7 +291,8 @@ class RunFolder:
         table = [[*rows[0]], *([*row.values()] for row in rows)]
         _write(self.path / "epochs.csv", _table(table))
 
-        # In the middle of an epoch, this checkpoint is newer than that of the last epoch and is kept.
+        # In the middle of an epoch, this checkpoint is newer than that of the last epoch and is
+        # kept.
         if training.step == 0:
             self._within.unlink(missing_ok=True)
         for epoch in sorted(checkpoints)[: -self.config.keep]:
@@ -306,8 +307,7 @@ class RunFolder:
         state = training.state_dict()
         if self.ranks.first:
             converted = any(
-                name.endswith(".raw_locality")
-                for name, _ in training.model.named_parameters()
+                name.endswith(".raw_locality") for name, _ in training.model.named_parameters()
             )
             write_checkpoint(
                 path,
@@ -323,13 +323,14 @@ class RunFolder:
     def _epochs(self) -> dict[int, Path]:
         """Find the checkpoints by epoch, and ignore other files in the folder."""
         matches = [
-            (_EPOCH.fullmatch(path.name), path)
-            for path in self._checkpoints.glob("epoch-*.pt")
+            (_EPOCH.fullmatch(path.name), path) for path in self._checkpoints.glob("epoch-*.pt")
         ]
         return {int(match[1]): path for match, path in matches if match}
 
     def _latest(self, device: torch.device) -> dict[str, Any] | None:
-        """Read the newest checkpoint: one within an epoch, unless that epoch has ended, or else the last epoch's."""
+        """Read the newest checkpoint: one within an epoch, unless that epoch has ended, or else the
+        last epoch's.
+        """
         epochs = self._epochs()
         last = max(epochs, default=-1)
         within = read_checkpoint(self._within, self._settings, device)
@@ -340,12 +341,14 @@ class RunFolder:
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when this process ends, and that forked workers do not inherit.
+    """Hold a lock that the system releases when this process ends, and that forked workers do not
+    inherit.
 
     Raises:
         BlockingIOError: This process or another one holds the lock.
     """
-    # POSIX grants a process a lock that it already holds, and releases it when any handle of the file is closed.
+    # POSIX grants a process a lock that it already holds, and releases it when any handle of the
+    # file is closed.
     holder = os.getpid(), path.resolve()
     if holder in _held:
         raise BlockingIOError(f"this process holds {path}")
@@ -367,9 +370,7 @@ def _system_lock(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (
-            PermissionError
-        ) as error:  # POSIX allows this error, too, for a lock that is held
+        except PermissionError as error:  # POSIX allows this error, too, for a lock that is held
             raise BlockingIOError(*error.args) from error
         except BlockingIOError:
             raise

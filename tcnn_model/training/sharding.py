@@ -1,4 +1,5 @@
-"""Sharding by FSDP2: every process holds a part of each parameter, of its gradient and of its optimizer state.
+"""Sharding by FSDP2: every process holds a part of each parameter, of its gradient and of its
+optimizer state.
 
 Checkpoints hold full tensors, like those of an unsharded training.
 """
@@ -22,7 +23,9 @@ __all__ = [
 
 
 def shard(model: nn.Module) -> None:
-    """Shard a model over the processes in place: each block by itself, then all other parameters."""
+    """Shard a model over the processes in place: each block by itself, then all other
+    parameters.
+    """
     # This import is slow, and runs on one process do not need it.
     from torch.distributed.fsdp import fully_shard
 
@@ -40,30 +43,35 @@ def shard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold the full model in each process inside the ``with``; all processes enter and leave together.
+    """Hold the full model in each process inside the ``with``; all processes enter and leave
+    together.
 
-    Processes may validate different numbers of batches. A forward that gathers parameters would wait for processes that
-    have finished.
+    Processes may validate different numbers of batches. A forward that gathers parameters would
+    wait for processes that have finished.
     """
     from torch.distributed.fsdp import FSDPModule
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
-        # By default FSDP reshards the parameters after a forward, and the next forward would have to gather them.
+        # By default FSDP reshards the parameters after a forward, and the next forward would have
+        # to gather them.
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
         yield
     finally:
         for part in parts:
-            # These are torch's defaults: the root stays unsharded after a forward, other modules are resharded.
+            # These are torch's defaults: the root stays unsharded after a forward, other modules
+            # are resharded.
             part.set_reshard_after_forward(part is not model, recurse=False)
             part.reshard()
 
 
 @contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Accumulate gradients in each process without reducing them over processes, inside the ``with``."""
+    """Accumulate gradients in each process without reducing them over processes, inside the
+    ``with``.
+    """
     model.set_requires_gradient_sync(False)
     try:
         yield

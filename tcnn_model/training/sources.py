@@ -1,4 +1,6 @@
-"""Images and labels by index, from scikit-learn's digits and from the map-style data sets of timm."""
+"""Images and labels by index, from scikit-learn's digits and from the map-style data sets of
+timm.
+"""
 
 import csv
 import io
@@ -19,7 +21,8 @@ __all__ = ["DIGITS", "Source", "open_sources"]
 
 DIGITS = ("digits", "parity")
 
-# Names that timm's `create_dataset` treats as synonyms; the first is the one that our documents use.
+# Names that timm's `create_dataset` treats as synonyms; the first is the one that our documents
+# use.
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("val", "validation", "valid", "eval", "evaluation"),
@@ -59,10 +62,9 @@ class _Digits:
 
         digits = load_digits()
         numbers = range(len(digits.target))
-        # The split is the same in all runs, whatever their seed, so that their accuracies can be compared.
-        split = train_test_split(
-            numbers, test_size=0.25, random_state=0, stratify=digits.target
-        )
+        # The split is the same in all runs, whatever their seed, so that their accuracies can be
+        # compared.
+        split = train_test_split(numbers, test_size=0.25, random_state=0, stratify=digits.target)
         self._numbers = split[0] if training else split[1]
         # The digits have 17 grey levels, from 0 to 16.
         self._images = np.clip(digits.images * 16, 0, 255).astype(np.uint8)
@@ -82,7 +84,9 @@ class _Digits:
 
 
 class _Timm:
-    """A data set of ``timm.data.create_dataset``. Its own reading would silently replace unreadable images."""
+    """A data set of ``timm.data.create_dataset``. Its own reading would silently replace unreadable
+    images.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -111,9 +115,11 @@ class _Timm:
 
 
 class _Tar:
-    """Pictures of a tar file, also of tar files in it, labelled by their top folders as those of a folder are.
+    """Pictures of a tar file, also of tar files in it, labelled by their top folders as those of a
+    folder are.
 
-    A folder that holds all others, such as ``train/``, is no class. A tar file in it counts as a folder.
+    A folder that holds all others, such as ``train/``, is no class. A tar file in it counts as a
+    folder.
 
     Raises:
         ValueError: It is not a whole, uncompressed tar file, or there are fewer than two classes.
@@ -133,9 +139,7 @@ class _Tar:
                     else:
                         unused[reason] += 1
         except tarfile.TarError as error:
-            raise ValueError(
-                f"{path} is not a whole, uncompressed tar file: {error}"
-            ) from error
+            raise ValueError(f"{path} is not a whole, uncompressed tar file: {error}") from error
         self._places = sorted(places)
         top = 0
         while len({parts[top] for parts, _, _ in places}) == 1 and all(
@@ -147,7 +151,8 @@ class _Tar:
         loose = [parts for parts, _, _ in places if len(parts) < top + 2]
         if len(self.classes) < 2 or loose:
             raise ValueError(
-                f"expected a folder for each class, two or more, in {path}, found {shortened(self.classes)}"
+                f"expected a folder for each class, two or more, in {path}, found "
+                f"{shortened(self.classes)}"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         self._labels = [numbers[name] for name in names]
@@ -158,7 +163,8 @@ class _Tar:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         _, first, size = self._places[index]
-        # The file is opened for each image: forked workers would share the position in a file that stays open.
+        # The file is opened for each image: forked workers would share the position in a file that
+        # stays open.
         with Path(self._path).open("rb") as file:
             file.seek(first)
             image = Image.open(io.BytesIO(file.read(size)))
@@ -171,7 +177,9 @@ class _Tar:
 def _files_in(
     tar: tarfile.TarFile, folder: tuple[str, ...] = (), start: int = 0
 ) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Yield the path, the first byte and the size of each file in a tar file, and in tar files in it."""
+    """Yield the path, the first byte and the size of each file in a tar file, and in tar files in
+    it.
+    """
     for member in tar:
         path = PurePosixPath(member.name)
         parts = (*folder, *path.parts)
@@ -190,9 +198,7 @@ class _Coarse:
         self._source = source
         self.unused = getattr(source, "unused", Counter())
         self.classes = tuple(sorted({*coarse_names.values()}))
-        self._labels = [
-            self.classes.index(coarse_names[name]) for name in source.classes or ()
-        ]
+        self._labels = [self.classes.index(coarse_names[name]) for name in source.classes or ()]
 
     def __len__(self) -> int:
         return len(self._source)
@@ -215,19 +221,16 @@ def _read_coarse_labels(file: str, source: Source) -> dict[str, str]:
         raise ValueError(f"coarse_labels: cannot read {file}: {error}") from error
     odd = next((row for row in rows if len(row) != 2), None)
     if odd is not None:
-        raise ValueError(
-            f"coarse_labels: expected lines of class,coarse in {file}, got {odd}"
-        )
+        raise ValueError(f"coarse_labels: expected lines of class,coarse in {file}, got {odd}")
     names: dict[str, str] = {}
     for fine, coarse in rows:
         if names.setdefault(fine.strip(), coarse.strip()) != coarse.strip():
-            raise ValueError(
-                f"coarse_labels: {file} has two coarse labels of {fine.strip()}"
-            )
+            raise ValueError(f"coarse_labels: {file} has two coarse labels of {fine.strip()}")
     missing = [name for name in source.classes if name not in names]
     if missing:
         raise ValueError(
-            f"coarse_labels: {file} lacks {len(missing)} of {len(source.classes)} classes: {', '.join(missing[:5])}"
+            f"coarse_labels: {file} lacks {len(missing)} of {len(source.classes)} classes: "
+            f"{', '.join(missing[:5])}"
         )
     # The file may also name classes that are not in these data.
     return {name: names[name] for name in source.classes}
@@ -243,9 +246,11 @@ def open_sources(
 
     Args:
         data: "digits", "parity" (the same digits, as even or odd), or a folder or tar file.
-        dataset: timm's name of a kind of data set; "" for folders and tar files, "wds/" for WebDataset shards.
+        dataset: timm's name of a kind of data set; "" for folders and tar files, "wds/" for
+            WebDataset shards.
         splits: Names of the splits for training and for validation.
-        coarse_labels: File with a line ``class,coarse`` for each class; the coarse names replace the classes as labels.
+        coarse_labels: File with a line ``class,coarse`` for each class; the coarse names replace
+            the classes as labels.
 
     Raises:
         ValueError: The data or the file are not as expected.
@@ -257,9 +262,7 @@ def open_sources(
     return _Coarse(sources[0], names), _Coarse(sources[1], names)
 
 
-def _open_fine(
-    data: str, dataset: str, splits: tuple[str, str]
-) -> tuple[Source, Source]:
+def _open_fine(data: str, dataset: str, splits: tuple[str, str]) -> tuple[Source, Source]:
     if data in DIGITS:
         parity = data == "parity"
         return _Digits(True, parity=parity), _Digits(False, parity=parity)
@@ -269,8 +272,8 @@ def _open_fine(
         )
     if dataset and (_kind(dataset) not in _KINDS or dataset.lower() in _FOLDERS):
         raise ValueError(
-            f"dataset: expected {', '.join(f'{kind}/...' for kind in _KINDS)}, or none for a folder or tar files, got "
-            f"{dataset}"
+            f"dataset: expected {', '.join(f'{kind}/...' for kind in _KINDS)}, or none for a "
+            f"folder or tar files, got {dataset}"
         )
     train_split, validation_split = splits
     train_root, validation_root = (data, data) if dataset else _roots(data, splits)
@@ -286,9 +289,7 @@ def _open_fine(
     return train, validation
 
 
-def _check_same_classes(
-    train: Sequence[str] | None, validation: Sequence[str] | None
-) -> None:
+def _check_same_classes(train: Sequence[str] | None, validation: Sequence[str] | None) -> None:
     if train is None or validation is None or [*train] == [*validation]:
         return
     only_train = sorted({*train} - {*validation})[:5]
@@ -314,7 +315,8 @@ def _open(root: str, dataset: str, split: str) -> Source:
 
             return _Timm(ImageDataset(root, reader=ShardReader(root, _names(split))))
         return _Timm(create_dataset(dataset, root=root, split=split))
-    # timm checks paths and types of data sets with assert, and hfds/ needs a package that may be missing.
+    # timm checks paths and types of data sets with assert, and hfds/ needs a package that may be
+    # missing.
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
         raise ValueError(
             f"cannot open the split {split!r} of {dataset} in {root}: {error}"
@@ -336,9 +338,7 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
         names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
         # Archives often unpack to a folder inside a folder.
         inner = [
-            folder
-            for folder in _folders(root)
-            if all(_split(folder, split) for split in splits)
+            folder for folder in _folders(root) if all(_split(folder, split) for split in splits)
         ]
         hint = f"; did you mean {inner[0]}?" if inner else ""
         raise ValueError(f"expected {names} in {data}, found {listing(root)}{hint}")
@@ -346,9 +346,7 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
 
 
 def _split(root: Path, split: str) -> Path | None:
-    candidates = [
-        root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")
-    ]
+    candidates = [root / f"{name}{ending}" for name in _names(split) for ending in ("", ".tar")]
     return next((path for path in candidates if path.is_dir() or path.is_file()), None)
 
 
@@ -362,7 +360,5 @@ def _names(split: str) -> tuple[str, ...]:
 
 def _folders(root: Path) -> list[Path]:
     return sorted(
-        path
-        for path in root.iterdir()
-        if path.is_dir() and not path.name.startswith(".")
+        path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
     )

@@ -27,8 +27,8 @@ class Classification:
     """Classification loss of the class scores.
 
     Args:
-        forward: The model, plain, compiled or distributed: a function from images (B, C, H, W) to scores (B, K), or to
-            an output of transformers with ``logits``.
+        forward: The model, plain, compiled or distributed: a function from images (B, C, H, W) to
+            scores (B, K), or to an output of transformers with ``logits``.
         criterion: Function from scores and targets to a loss.
     """
 
@@ -44,13 +44,15 @@ class Classification:
 
 
 class _LogitDistillation(Classification):
-    """Weighted mean of the labels' loss and of the distance between the scores and those of a teacher.
+    """Weighted mean of the labels' loss and of the distance between the scores and those of a
+    teacher.
 
     Args:
         forward: Function from images to scores, as in :class:`Classification`.
         criterion: Function from scores and targets to the labels' loss.
         teacher: timm's ``DistillationTeacher``.
-        norm: Mean and standard deviation, (1, C, 1, 1), with which the student's images are normalised.
+        norm: Mean and standard deviation, (1, C, 1, 1), with which the student's images are
+            normalised.
         imitation: Function from scores and the teacher's scores, both (B, K), to a loss.
         weight: Weight of the imitation loss, in [0, 1].
     """
@@ -73,7 +75,8 @@ class _LogitDistillation(Classification):
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         result = super().__call__(images, targets)
         with torch.no_grad():
-            # The images are normalised for the student: normalize_input replaces this by the teacher's normalisation.
+            # The images are normalised for the student: normalize_input replaces this by the
+            # teacher's normalisation.
             normalized = self.teacher.normalize_input(images, *self._norm)
             judged = class_scores(self.teacher, normalized).float()
         imitation = self._imitation(result["output"].float(), judged)
@@ -87,7 +90,9 @@ def _hard_imitation(scores: Tensor, judged: Tensor) -> Tensor:
 
 
 def _soft_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Return the KL divergence from the teacher's probabilities, both at a temperature of tau (thesis, Eq. 3.2)."""
+    """Return the KL divergence from the teacher's probabilities, both at a temperature of tau
+    (thesis, Eq. 3.2).
+    """
     soft = (scores / SOFT_TEMPERATURE).log_softmax(1)
     target = (judged / SOFT_TEMPERATURE).log_softmax(1)
     divergence = F.kl_div(soft, target, reduction="batchmean", log_target=True)
@@ -112,9 +117,7 @@ def create_criterion(loss: str, *, label_smoothing: float, mixed: bool) -> nn.Mo
         criterion: nn.Module = BinaryCrossEntropy(0.0 if mixed else label_smoothing)
     elif loss == "ce":
         criterion = (
-            SoftTargetCrossEntropy()
-            if mixed
-            else LabelSmoothingCrossEntropy(label_smoothing)
+            SoftTargetCrossEntropy() if mixed else LabelSmoothingCrossEntropy(label_smoothing)
         )
     else:
         raise ValueError(f"expected loss 'ce' or 'bce', got {loss!r}")
@@ -136,9 +139,9 @@ def create_task(
         forward: The model, compiled or distributed.
         criterion: Loss of the labels.
         teacher: Model with the same classes.
-        distillation: "hard" for distillation from the teacher's predicted classes (Eq. 3.3), "soft" from its
-            probabilities (Eq. 3.2), "token" for hard distillation with the distillation token of a DeiT, which the
-            thesis calls "our distillation".
+        distillation: "hard" for distillation from the teacher's predicted classes (Eq. 3.3), "soft"
+            from its probabilities (Eq. 3.2), "token" for hard distillation with the distillation
+            token of a DeiT, which the thesis calls "our distillation".
 
     Raises:
         ValueError: The distillation is unknown, or the model has no distillation token.
@@ -149,9 +152,7 @@ def create_task(
     try:
         from timm.task import DistillationTeacher, TokenDistillationTask
     except ImportError as error:
-        raise ImportError(
-            "distillation needs timm.task: pip install -U timm"
-        ) from error
+        raise ImportError("distillation needs timm.task: pip install -U timm") from error
     device = next(model.parameters()).device
     judge = DistillationTeacher(teacher, device=device).requires_grad_(False).to(device)
     if distillation == "token":
@@ -162,16 +163,8 @@ def create_task(
         )
         return task
     if distillation not in _IMITATIONS:
-        raise ValueError(
-            f"expected distillation 'hard', 'soft' or 'token', got {distillation!r}"
-        )
+        raise ValueError(f"expected distillation 'hard', 'soft' or 'token', got {distillation!r}")
     config = getattr(model, "pretrained_cfg", None) or {}
-    mean = torch.tensor(config.get("mean", IMAGENET_DEFAULT_MEAN), device=device).view(
-        1, -1, 1, 1
-    )
-    std = torch.tensor(config.get("std", IMAGENET_DEFAULT_STD), device=device).view(
-        1, -1, 1, 1
-    )
-    return _LogitDistillation(
-        forward, criterion, judge, (mean, std), *_IMITATIONS[distillation]
-    )
+    mean = torch.tensor(config.get("mean", IMAGENET_DEFAULT_MEAN), device=device).view(1, -1, 1, 1)
+    std = torch.tensor(config.get("std", IMAGENET_DEFAULT_STD), device=device).view(1, -1, 1, 1)
+    return _LogitDistillation(forward, criterion, judge, (mean, std), *_IMITATIONS[distillation])

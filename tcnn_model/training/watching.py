@@ -40,9 +40,7 @@ class Watching:
                     f"nobody watches this run ({error}): epochs.csv has what it comes to",
                     folder.ranks,
                 )
-        self._board = (
-            _board(folder) if config.tensorboard and folder.ranks.first else None
-        )
+        self._board = _board(folder) if config.tensorboard and folder.ranks.first else None
         self.attach()
 
     def attach(self) -> None:

@@ -1,4 +1,6 @@
-"""Models of timm with weights from a file, also of T-CNNs and Grafit networks, other image sizes or other classes."""
+"""Models of timm with weights from a file, also of T-CNNs and Grafit networks, other image sizes or
+other classes.
+"""
 
 import os
 import re
@@ -25,14 +27,17 @@ __all__ = ["create_from_weights", "create_of_size"]
 
 State = dict[str, Tensor]
 
-# What torch.compile, FSDP and activation checkpointing put into the names of the modules that they wrap.
+# What torch.compile, FSDP and activation checkpointing put into the names of the modules that they
+# wrap.
 _WRAPPERS = re.compile(
     r"(?:(?<=^)|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 
 
 def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
-    """Create a model of timm for an image size, which transformers have as an option; convnets take any size."""
+    """Create a model of timm for an image size, which transformers have as an option; convnets take
+    any size.
+    """
     if img_size is not None:
         try:
             return timm.create_model(name, img_size=img_size, **options)
@@ -54,21 +59,25 @@ def create_from_weights(
 ) -> Any:
     """Create a model of timm with all weights of a file.
 
-    The model is first created with as many classes as the file has, so that no weight is left out silently; if
-    ``num_classes`` differs, its classifier is replaced afterwards. It becomes a T-CNN or gets attention pooling if the
-    weights belong to such a model. Position embeddings are resized. Only the trunk of a Grafit network is used.
+    The model is first created with as many classes as the file has, so that no weight is left out
+    silently; if ``num_classes`` differs, its classifier is replaced afterwards. It becomes a T-CNN
+    or gets attention pooling if the weights belong to such a model. Position embeddings are
+    resized. Only the trunk of a Grafit network is used.
 
     Args:
         name: timm's name of the model.
-        path: Checkpoint file of torch or safetensors; a moving average of the weights in it is preferred.
+        path: Checkpoint file of torch or safetensors; a moving average of the weights in it is
+            preferred.
         num_classes: Number of outputs of the model; None for that of the file.
         img_size: Height and width of the images.
-        report: Function that is called with a line of text for weights that are new, resized or left out.
+        report: Function that is called with a line of text for weights that are new, resized or
+            left out.
         names: Names of the classes in the order of labels; None if they are unknown.
         options: Further options of ``timm.create_model``.
 
     Raises:
-        ValueError: The file does not exist, holds more than weights, or its weights do not all fit this model.
+        ValueError: The file does not exist, holds more than weights, or its weights do not all fit
+            this model.
     """
     state = _read_weights(path, name, report)
     classes = _count_classes(name, state)
@@ -76,11 +85,7 @@ def create_from_weights(
         model = create_of_size(name, img_size, num_classes=classes, **options)
         size = (3, img_size, img_size) if img_size else None
         tokens = next(
-            (
-                value
-                for key, value in state.items()
-                if key.endswith("attention.cls_token")
-            ),
+            (value for key, value in state.items() if key.endswith("attention.cls_token")),
             None,
         )
         if tokens is not None:
@@ -99,8 +104,8 @@ def create_from_weights(
         if gated or tokens is not None or fits:
             model.load_state_dict(fitted)
         else:
-            # label_offset is 0 because the model has as many classes as the file: timm need not remove the background
-            # class that some published classifiers have.
+            # label_offset is 0 because the model has as many classes as the file: timm need not
+            # remove the background class that some published classifiers have.
             overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}
             model = create_of_size(
                 name,
@@ -110,15 +115,14 @@ def create_from_weights(
                 num_classes=classes,
                 **options,
             )
-            # Otherwise pretrained_cfg would keep all weights of the file, and copies of the model would copy them.
+            # Otherwise pretrained_cfg would keep all weights of the file, and copies of the model
+            # would copy them.
             model.pretrained_cfg = model.default_cfg = {
                 **model.pretrained_cfg,
                 "state_dict": None,
             }
     except (RuntimeError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"weights: those in {path} do not fit {name}: {error}"
-        ) from error
+        raise ValueError(f"weights: those in {path} do not fit {name}: {error}") from error
     new = [] if num_classes in (None, classes) else _reset_classes(model, num_classes)
     if new:
         report(
@@ -139,28 +143,27 @@ def _reset_classes(model: Any, num_classes: int) -> list[str]:
     model.reset_classifier(num_classes)
     if isinstance(model, PatchConvNet) and model.per_class:
         tokens = loaded["pool.cls_token"]
-        # Equal tokens are copies of a single token and belong to no class, so the new classes get copies, too.
+        # Equal tokens are copies of a single token and belong to no class, so the new classes get
+        # copies, too.
         if len(tokens[0].unique(dim=0)) == 1:
             copies = tokens.detach()[:, :1].repeat(1, num_classes, 1)
             loaded["pool.cls_token"] = model.pool.cls_token = nn.Parameter(copies)
     return [
-        name
-        for name, parameter in model.named_parameters()
-        if loaded.get(name) is not parameter
+        name for name, parameter in model.named_parameters() if loaded.get(name) is not parameter
     ]
 
 
-def _report_other_classes(
-    path: str, names: Sequence[str], report: Callable[[str], None]
-) -> None:
-    """Report that the classifier of a file is kept but is of other classes, or of the same in another order."""
+def _report_other_classes(path: str, names: Sequence[str], report: Callable[[str], None]) -> None:
+    """Report that the classifier of a file is kept but is of other classes, or of the same in
+    another order.
+    """
     if zipfile.is_zipfile(path):  # others, such as safetensors, hold weights only
         before = torch.load(path, weights_only=True, mmap=True)
         before = before.get("classes") if isinstance(before, dict) else None
         if before and [*before] != [*names]:
             report(
-                f"weights: the classifier in {path} is kept, though its classes are {shortened(before)}, and those of "
-                f"the data {shortened(names)}"
+                f"weights: the classifier in {path} is kept, though its classes are "
+                f"{shortened(before)}, and those of the data {shortened(names)}"
             )
 
 
@@ -171,9 +174,7 @@ def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
         check_sums(path)
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         state: State = load_state_dict(path, weights_only=True)
-    except (
-        Exception
-    ) as error:  # torch and safetensors raise many types for damaged files
+    except Exception as error:  # torch and safetensors raise many types for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"weights: {path} is damaged, or holds more than weights: {reason}"
@@ -183,9 +184,7 @@ def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
         raise _several_models(path, inner)
     if {"memory", "predictor.0.weight"} <= state.keys():
         parts = {name.partition(".")[0] for name in state} - {"trunk"}
-        report(
-            f"weights: of the Grafit network in {path} {', '.join(sorted(parts))} are left out"
-        )
+        report(f"weights: of the Grafit network in {path} {', '.join(sorted(parts))} are left out")
         return {
             name.removeprefix("trunk."): value
             for name, value in state.items()
@@ -194,19 +193,16 @@ def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
     return _unwrapped(state, name, path, report)
 
 
-def _unwrapped(
-    state: State, name: str, path: str, report: Callable[[str], None]
-) -> State:
-    """Return the weights under the names that they have in the model itself, and report what is taken off the names.
+def _unwrapped(state: State, name: str, path: str, report: Callable[[str], None]) -> State:
+    """Return the weights under the names that they have in the model itself, and report what is
+    taken off the names.
 
-    torch.compile, FSDP and checkpointing put a word into names; AveragedModel and modules of Lightning a prefix before
-    them, and further entries beside them.
+    torch.compile, FSDP and checkpointing put a word into names; AveragedModel and modules of
+    Lightning a prefix before them, and further entries beside them.
     """
     plain = {_WRAPPERS.sub("", key): value for key, value in state.items()}
     if plain.keys() != state.keys():
-        report(
-            f"weights: names of wrappers, as of torch.compile, are taken off those in {path}"
-        )
+        report(f"weights: names of wrappers, as of torch.compile, are taken off those in {path}")
     # The prefix is that of the classifier or, without one, what all names share.
     layer = re.escape(_classifier(name))
     matches = [re.fullmatch(rf"(.+\.)?{layer}(\.\d+)?\.weight", key) for key in plain]
@@ -218,18 +214,12 @@ def _unwrapped(
     if len(prefixes) > 1 and "" not in prefixes:
         raise _several_models(path, sorted(prefix[:-1] for prefix in prefixes))
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
-    left_out = [
-        key for key in plain if not key.startswith(prefix) or key == "n_averaged"
-    ]
+    left_out = [key for key in plain if not key.startswith(prefix) or key == "n_averaged"]
     if prefix:
         report(f"weights: {prefix!r} is taken off the names in {path}")
     if left_out:
         report(f"weights: {shortened(left_out)} of {path} left out")
-    return {
-        key.removeprefix(prefix): value
-        for key, value in plain.items()
-        if key not in left_out
-    }
+    return {key.removeprefix(prefix): value for key, value in plain.items() if key not in left_out}
 
 
 def _several_models(path: str, names: Sequence[str]) -> ValueError:
@@ -245,21 +235,18 @@ def _classifier(name: str) -> str:
 
 
 def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
-    """Return the number of outputs of the classifier in the weights, 0 if there is no classifier."""
+    """Return the number of outputs of the classifier in the weights, 0 if there is no
+    classifier.
+    """
     layer = _classifier(name)
     if f"{layer}.weight" in state:
         return len(state[f"{layer}.weight"])
     # The published PatchConvNets with a token per class also have a classifier per class.
-    return sum(
-        re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None
-        for key in state
-    )
+    return sum(re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None for key in state)
 
 
 def _resized(positions: Tensor, model: Cait) -> Tensor:
-    return resample_abs_pos_embed(
-        positions, list(model.patch_embed.grid_size), num_prefix_tokens=0
-    )
+    return resample_abs_pos_embed(positions, list(model.patch_embed.grid_size), num_prefix_tokens=0)
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,6 @@
-"""Tokens on a grid, windows that a layer cuts from the grid of an image, and units by which it orders tokens."""
+"""Tokens on a grid, windows that a layer cuts from the grid of an image, and units by which it
+orders tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ def pair(values: int | Sequence[int]) -> tuple[int, int]:
 class Tokens:
     """Tokens of an image: class and register tokens, then a grid in raster order.
 
-    Positions are in cells of the finer one of the grids of queries and keys. Frames of a video are stacked vertically
-    in one grid, and have the same positions.
+    Positions are in cells of the finer one of the grids of queries and keys. Frames of a video are
+    stacked vertically in one grid, and have the same positions.
 
     Args:
         prefix: Number of class and register tokens before the grid.
@@ -57,18 +59,22 @@ class Tokens:
         return self.height // self.frames
 
     def index(self, row: float, column: float) -> int:
-        """Return the index of the token at fractions of height and width, in the middle frame of a video."""
+        """Return the index of the token at fractions of height and width, in the middle frame of a
+        video.
+        """
         above = self.frames // 2 * self.rows + int(row * self.rows)
         return self.prefix + above * self.width + int(column * self.width)
 
     def frame_numbers(self, device: torch.device) -> Tensor:
-        """Return the frame of each token, shape (count,); tokens before the grid count as its first cell."""
+        """Return the frame of each token, shape (count,); tokens before the grid count as its first
+        cell.
+        """
         return self._places(device) // (self.rows * self.width)
 
-    def positions(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return row and column of each token, shape (count,); tokens before the grid count as its first cell."""
+    def positions(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return row and column of each token, shape (count,); tokens before the grid count as its
+        first cell.
+        """
         place = self._places(device)
         y, x = place // self.width % self.rows, place % self.width
         return (y * self.spacing[0] + self.origin[0]).to(dtype), (
@@ -80,7 +86,9 @@ class Tokens:
         return torch.arange(-self.prefix, cells, device=device).clamp_(min=0)
 
     def axes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape (width,)."""
+        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape
+        (width,).
+        """
         rows = np.arange(self.rows) * self.spacing[0] + self.origin[0]
         columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
         return rows, columns
@@ -94,8 +102,10 @@ class Windows:
         grid: Rows and columns of the image's grid.
         window: Rows and columns of each window.
         shift: Rows and columns by which the grid is rolled up and to the left before it is cut.
-        padded_first: Whether the grid is padded to whole windows before it is rolled rather than afterwards.
-        spread: Whether each window holds every n-th row and column of the grid rather than neighbours.
+        padded_first: Whether the grid is padded to whole windows before it is rolled rather than
+            afterwards.
+        spread: Whether each window holds every n-th row and column of the grid rather than
+            neighbours.
     """
 
     grid: tuple[int, int]
@@ -105,7 +115,9 @@ class Windows:
     spread: bool = False
 
     def cells(self) -> Tensor:
-        """Return the row-major cell of each token of each window, shape (windows, tokens); -1 for padding."""
+        """Return the row-major cell of each token of each window, shape (windows, tokens); -1 for
+        padding.
+        """
         (rows, columns), (high, wide) = self.grid, self.window
         cells = torch.arange(rows * columns).view(rows, columns)
         padding = (0, -columns % wide, 0, -rows % high)
@@ -119,8 +131,8 @@ class Windows:
     def regions(self) -> Tensor:
         """Return the region of each token of each window, shape (windows, tokens).
 
-        The shift brings rows and columns from the other side of the image into a window. Swin and its relatives hide
-        these regions from each other.
+        The shift brings rows and columns from the other side of the image into a window. Swin and
+        its relatives hide these regions from each other.
         """
         sides = zip(self.grid, self.window, self.shift, strict=True)
         down, right = (
@@ -132,26 +144,19 @@ class Windows:
 
     def _cut(self, cells: Tensor) -> Tensor:
         high, wide = self.window
-        # A row index splits into (place in the window, window) if windows are spread, and into (window, place) if they
-        # are compact.
+        # A row index splits into (place in the window, window) if windows are spread, and into
+        # (window, place) if they are compact.
         if self.spread:
-            cut = (
-                cells.unflatten(0, (high, -1))
-                .unflatten(2, (wide, -1))
-                .permute(1, 3, 0, 2)
-            )
+            cut = cells.unflatten(0, (high, -1)).unflatten(2, (wide, -1)).permute(1, 3, 0, 2)
         else:
-            cut = (
-                cells.unflatten(0, (-1, high))
-                .unflatten(2, (-1, wide))
-                .permute(0, 2, 1, 3)
-            )
+            cut = cells.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).permute(0, 2, 1, 3)
         return cut.flatten(2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class MaskUnits:
-    """Order of an image's tokens in Hiera: by their place within each pooling, and then by mask unit.
+    """Order of an image's tokens in Hiera: by their place within each pooling, and then by mask
+    unit.
 
     Args:
         grid: Rows and columns of the image's grid.

@@ -32,9 +32,12 @@ RECORDS: dict[str, LayerRecord] = {
     **TORCHVISION_LAYERS,
     **TRANSFORMERS_LAYERS,
 }
-"""Records by the qualified name of the class. Names import nothing, so a library need not be installed."""
+"""Records by the qualified name of the class. Names import nothing, so a library need not be
+installed.
+"""
 
-# These facts describe how the forward method uses parts of the layer, so they do not hold if it is replaced.
+# These facts describe how the forward method uses parts of the layer, so they do not hold if it is
+# replaced.
 _FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters", "mixing"})
 
 # Attributes with the number of heads, whose name differs between torch, timm and transformers.
@@ -51,13 +54,14 @@ _HEAD_COUNTS = (
 def known(module: nn.Module) -> LayerRecord:
     """Return what is known about a module; each fact comes from the nearest class that has it."""
     cls: Any = type(module)
-    # A forward method of the instance is not passed on, because the cache would keep the module alive.
+    # A forward method of the instance is not passed on, because the cache would keep the module
+    # alive.
     forward = None if "forward" in vars(module) else getattr(cls, "forward", None)
     return _combined_record(cls, forward)
 
 
-# The cache is bounded because torch creates a class for each parametrized module. The forward method is part of the key
-# because users may also replace that of a class.
+# The cache is bounded because torch creates a class for each parametrized module. The forward
+# method is part of the key because users may also replace that of a class.
 @lru_cache(maxsize=1024)
 def _combined_record(cls: type, forward: Any) -> LayerRecord:
     facts: dict[str, Any] = {}
@@ -73,15 +77,16 @@ def _combined_record(cls: type, forward: Any) -> LayerRecord:
 def looks_like_attention(module: nn.Module) -> bool:
     """Return whether a module's class has a name that is usual for attention."""
     return (
-        # ConViT, BoTNet and others call attention MHSA, and XCiT calls it XCA. A projection inside attention is not
-        # itself attention.
-        re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__)
-        is not None
+        # ConViT, BoTNet and others call attention MHSA, and XCiT calls it XCA. A projection inside
+        # attention is not itself attention.
+        re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__) is not None
     )
 
 
 def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads according to a module's attributes, or None if it has no such attribute."""
+    """Return the number of heads according to a module's attributes, or None if it has no such
+    attribute.
+    """
     sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
     return next((n for n in sizes if isinstance(n, int) and n), None)
 
@@ -97,16 +102,15 @@ def heads_axis(
         known_axis: Axis of the heads, if it is known from the call.
 
     Returns:
-        The axis, "merged" if heads are part of the first axis, "grouped" if all axes after the first are heads, or
-        "one" if there is no axis of heads; and the number of heads.
+        The axis, "merged" if heads are part of the first axis, "grouped" if all axes after the
+        first are heads, or "one" if there is no axis of heads; and the number of heads.
     """
-    axis: int | str | None = (
-        known_axis if known_axis is not None else known(module).heads_axis
-    )
+    axis: int | str | None = known_axis if known_axis is not None else known(module).heads_axis
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
-            # Of several axes of this size, the last is taken, because windows come before the heads.
+            # Of several axes of this size, the last is taken, because windows come before the
+            # heads.
             axis = len(leading) - 1 - leading[::-1].index(count)
         elif len(leading) > 2 and count == prod(leading[1:]):
             # (B, groups, heads of a group, ...): the heads of a group share their keys.
@@ -140,14 +144,12 @@ def from_rows(
     module: nn.Module,
     known_axis: int | None = None,
 ) -> Tensor:
-    """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of :func:`as_rows`."""
+    """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of
+    :func:`as_rows`.
+    """
     axis, count = heads_axis(leading, module, known_axis)
     if axis in ("one", "grouped"):
         return rows.reshape(*leading, *rows.shape[-2:])
-    place, sizes = (
-        (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
-    )
-    x = rows.reshape(*sizes[:place], *sizes[place + 1 :], *rows.shape[1:]).movedim(
-        -3, place
-    )
+    place, sizes = (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])
+    x = rows.reshape(*sizes[:place], *sizes[place + 1 :], *rows.shape[1:]).movedim(-3, place)
     return x.flatten(0, 1) if axis == "merged" else x

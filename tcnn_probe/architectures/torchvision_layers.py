@@ -26,19 +26,17 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of an input (B, C, H, W): blocks, or grids if the axes of each partition are swapped."""
+    """Return the windows of an input (B, C, H, W): blocks, or grids if the axes of each partition
+    are swapped.
+    """
     spread = not isinstance(layer.partition_swap, nn.Identity)
     side = layer.g if spread else layer.p
-    return Windows(
-        (inputs[0].shape[2], inputs[0].shape[3]), (side, side), spread=spread
-    )
+    return Windows((inputs[0].shape[2], inputs[0].shape[3]), (side, side), spread=spread)
 
 
 TORCHVISION_LAYERS: Mapping[str, LayerRecord] = {
     # The attention itself cuts the windows; version 2 is a subclass.
-    "torchvision.models.swin_transformer.ShiftedWindowAttention": LayerRecord(
-        windows=_swin
-    ),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": LayerRecord(windows=_swin),
     # The softmax is in a submodule, which sees single windows only.
     "torchvision.models.maxvit.PartitionAttentionLayer": LayerRecord(windows=_maxvit),
 }

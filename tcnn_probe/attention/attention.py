@@ -22,13 +22,16 @@ __all__ = ["Attention", "ContentRows", "WholeLayers", "weigh"]
 
 @dataclass(frozen=True)
 class ContentRows:
-    """Statistics of content attention by query and by key: of A, or of the content part of gated layers.
+    """Statistics of content attention by query and by key: of A, or of the content part of gated
+    layers.
 
     Args:
         entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
-        received: Mean over queries of A_ij, shape (B, windows, heads, N_key); 0 for windows of padding.
-        similarity: Mean cosine between a head's rows A_i and those of the layer's other heads, over a sample of the
-            queries, shape (B, heads); zeros for images beyond :attr:`Attention.limit`.
+        received: Mean over queries of A_ij, shape (B, windows, heads, N_key); 0 for windows of
+            padding.
+        similarity: Mean cosine between a head's rows A_i and those of the layer's other heads, over
+            a sample of the queries, shape (B, heads); zeros for images beyond
+            :attr:`Attention.limit`.
     """
 
     entropy: Tensor
@@ -38,31 +41,37 @@ class ContentRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(ABC):
-    """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
+    """The attention A of one call of a layer: B images, each in one or more windows, and a softmax
+    for each head.
 
-    There are two kinds, ``SoftmaxAttention`` and ``GatedAttention``. Recorders, maps and rollout use the interface of
-    this class and need not tell them apart. A third kind, such as the kernel of linear attention, needs one file: a
-    subclass with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, and a
-    :class:`WholeLayers` that names its layers and describes their attention after they have run. The stream handles the
-    kinds that are listed in its ``WHOLE_LAYERS``.
+    There are two kinds, ``SoftmaxAttention`` and ``GatedAttention``. Recorders, maps and rollout
+    use the interface of this class and need not tell them apart. A third kind, such as the kernel
+    of linear attention, needs one file: a subclass with :attr:`shape`, :attr:`source`,
+    :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, and a :class:`WholeLayers` that
+    names its layers and describes their attention after they have run. The stream handles the kinds
+    that are listed in its ``WHOLE_LAYERS``.
 
-    The underlying tensors belong to the model and are valid only while the layer runs: keep copies of what you need.
+    The underlying tensors belong to the model and are valid only while the layer runs: keep copies
+    of what you need.
 
     Args:
         module: Module that attends.
-        name: Name of the layer, as in recordings; "name#1" for the second attention in one call of the module.
+        name: Name of the layer, as in recordings; "name#1" for the second attention in one call of
+            the module.
         images: Number of images B.
-        windows: Number of windows of each image, 1 for attention over the whole image. Row b * windows + w of
-            ``shape[0]`` is window w of image b.
-        layout: Description of the tokens: the grids on which queries and keys lie, their order, and windows.
+        windows: Number of windows of each image, 1 for attention over the whole image. Row b *
+            windows + w of ``shape[0]`` is window w of image b.
+        layout: Description of the tokens: the grids on which queries and keys lie, their order, and
+            windows.
         number: Position of this attention among those of one call of the module, counted from 0.
         batch: Number of images in the model's batch; None if unknown.
         image_numbers: Number in that batch of each of the B images; None if unknown.
-        without_maps: Reason why maps of this attention cannot be assigned to images; "" if they can.
+        without_maps: Reason why maps of this attention cannot be assigned to images; "" if they
+            can.
         limit: Number of first images that count in sums over images; None for all.
         detailed: Whether the pass over the logits also computes :meth:`content_rows`.
-        residual: Function that returns the tokens that enter the block around the layer, (B, N, C), including class and
-            register tokens; it returns None if they are not found.
+        residual: Function that returns the tokens that enter the block around the layer, (B, N, C),
+            including class and register tokens; it returns None if they are not found.
         shared: Results that the listeners of one forward share, also in copies of this attention.
     """
 
@@ -102,17 +111,19 @@ class Attention(ABC):
             image: Index of one image; None for all.
 
         Returns:
-            Shape (B or 1, windows, heads, queries, N_key), at least in float32. Rows sum to one, except for queries
-            from which all keys are hidden: their rows are 0, as in torch's fused attention.
+            Shape (B or 1, windows, heads, queries, N_key), at least in float32. Rows sum to one,
+            except for queries from which all keys are hidden: their rows are 0, as in torch's fused
+            attention.
         """
 
     @abstractmethod
     def statistics(self) -> Mapping[str, Any]:
-        """Return the statistics of A that recordings keep, computed exactly and without an N x N tensor.
+        """Return the statistics of A that recordings keep, computed exactly and without an N x N
+        tensor.
 
         Returns:
-            Values by variable: tensors of shape (B, heads) or, for the scales of uniform attention, (B,), and a
-            ``Pattern`` for variables that need sums over images.
+            Values by variable: tensors of shape (B, heads) or, for the scales of uniform attention,
+            (B,), and a ``Pattern`` for variables that need sums over images.
         """
 
     @abstractmethod
@@ -123,8 +134,9 @@ class Attention(ABC):
             output: Output of the layer, for kinds of attention that are compared with it.
 
         Returns:
-            The largest difference relative to the largest value, shape () in float32, and the largest relative
-            difference that rounding explains; None if nothing can be compared, for example under dropout.
+            The largest difference relative to the largest value, shape () in float32, and the
+            largest relative difference that rounding explains; None if nothing can be compared, for
+            example under dropout.
         """
 
     def content_rows(self) -> ContentRows | None:
@@ -148,12 +160,13 @@ class Attention(ABC):
         return None
 
     def segment_attention(self) -> Tensor | None:
-        """Return sums of A over the keys of each segment, as means over the queries of each segment.
+        """Return sums of A over the keys of each segment, as means over the queries of each
+        segment.
 
         Returns:
             Shape (B, heads, segments of queries, segments of keys), see
-            ``tcnn_probe.attention.segments.SEGMENTS``; 0 for segments without queries. None if the segments are
-            unknown.
+            ``tcnn_probe.attention.segments.SEGMENTS``; 0 for segments without queries. None if the
+            segments are unknown.
         """
         return None
 
@@ -162,9 +175,7 @@ class Attention(ABC):
         """True if its images are those of the model's batch, all of them in the same order."""
         numbers = self.image_numbers
         is_known = self.batch is None or numbers is not None
-        return is_known and (
-            numbers is None or list(numbers) == list(range(self.batch or 0))
-        )
+        return is_known and (numbers is None or list(numbers) == list(range(self.batch or 0)))
 
     @property
     def heads(self) -> int:
@@ -208,7 +219,9 @@ class Attention(ABC):
 
     @classmethod
     def block_on(cls, device: torch.device) -> int:
-        """Return how many logits to compute at a time: 64 MiB on a GPU, where a block takes a dozen kernel launches."""
+        """Return how many logits to compute at a time: 64 MiB on a GPU, where a block takes a dozen
+        kernel launches.
+        """
         return cls.BLOCK << (0 if device.type == "cpu" else 4)
 
     @property
@@ -223,7 +236,9 @@ class Attention(ABC):
 
     @property
     def order(self) -> tuple[Tensor, Tensor] | None:
-        """Indices of the model's queries and keys in the order of this attention, see :class:`Layout`."""
+        """Indices of the model's queries and keys in the order of this attention, see
+        :class:`Layout`.
+        """
         return self.layout.order
 
     @property
@@ -233,7 +248,9 @@ class Attention(ABC):
 
     @property
     def class_query(self) -> int | None:
-        """Index of the class token among the queries; None if there is none, or one for each class."""
+        """Index of the class token among the queries; None if there is none, or one for each
+        class.
+        """
         return None
 
     @property
@@ -243,7 +260,9 @@ class Attention(ABC):
 
     @property
     def first_patch_query(self) -> int | None:
-        """Index of the first query after class and register tokens; None if all queries are such tokens."""
+        """Index of the first query after class and register tokens; None if all queries are such
+        tokens.
+        """
         queries = self.layout.queries
         if queries is not None:
             return queries.prefix
@@ -252,12 +271,16 @@ class Attention(ABC):
 
     @property
     def class_tokens(self) -> int:
-        """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
+        """Number of class and distillation tokens among the tokens before the grid; the others are
+        registers.
+        """
         return 0
 
     @property
     def gate(self) -> Tensor | None:
-        """Share of positional attention of each head, shape (heads,); None for attention without gates."""
+        """Share of positional attention of each head, shape (heads,); None for attention without
+        gates.
+        """
         return None
 
     @property
@@ -267,7 +290,9 @@ class Attention(ABC):
 
     @property
     def cells(self) -> tuple[int, int] | None:
-        """Rows and columns of the finer of the grids of queries and keys in the whole image; None if unknown."""
+        """Rows and columns of the finer of the grids of queries and keys in the whole image; None
+        if unknown.
+        """
         if self.cut is not None:
             cuts = (self.cut, self.query_cut or self.cut)
             return max(cut.grid for cut in cuts)
@@ -280,10 +305,11 @@ class Attention(ABC):
         )
 
     def uniform_scales(self) -> dict[str, Tensor]:
-        """Return entropy and distance of attention that is uniform over the visible keys, for each image: (B,).
+        """Return entropy and distance of attention that is uniform over the visible keys, for each
+        image: (B,).
 
-        The zero padding of gated attention counts as keys. Without a known grid there is no distance. Gated attention
-        also has ``uniform_content_entropy``, over real pixels.
+        The zero padding of gated attention counts as keys. Without a known grid there is no
+        distance. Gated attention also has ``uniform_content_entropy``, over real pixels.
         """
         scales = {"uniform_entropy": math.log(self.keys)}
         if self.gate is not None:
@@ -309,39 +335,43 @@ class Attention(ABC):
         return values
 
     def visible_keys(self, query: int) -> Tensor:
-        """Return the number of keys that no mask hides from a query, in each window of each image: (B, windows)."""
+        """Return the number of keys that no mask hides from a query, in each window of each image:
+        (B, windows).
+        """
         shape = self.images, self.windows
         return torch.full(shape, self.keys, device=self.device)
 
     def own_key(self, query: int) -> int | None:
-        """Return the index among the keys of a class or distillation token that is a query; None if it is not one."""
-        return (
-            query
-            if self.layout.asking == "tokens" and query < self.layout.prefix
-            else None
-        )
+        """Return the index among the keys of a class or distillation token that is a query; None if
+        it is not one.
+        """
+        return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
 
     def content(self) -> Tensor:
-        """Return content attention, (rows, heads, N_query, keys): all of A, or the content part of gated attention."""
+        """Return content attention, (rows, heads, N_query, keys): all of A, or the content part of
+        gated attention.
+        """
         return self.weights().flatten(0, 1)
 
     def row(self, query: int, images: Sequence[int]) -> Tensor:
-        """Return the attention of one query in some images, NaN for padding: (images, windows, heads, N_key)."""
+        """Return the attention of one query in some images, NaN for padding: (images, windows,
+        heads, N_key).
+        """
         one_query = slice(query, query + 1)
-        rows = torch.stack(
-            [self.weights(one_query, image)[0, :, :, 0] for image in images]
-        )
+        rows = torch.stack([self.weights(one_query, image)[0, :, :, 0] for image in images])
         if self.visibility is None:
             return rows
         counted = self.visibility.queries[list(images), :, query]
         return rows.where(counted[..., None, None], torch.nan)
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows, heads, N_key).
+        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows,
+        heads, N_key).
 
         Padding does not count as a query; the keys of windows of padding receive 0.
         """
-        # The sum is over blocks of queries, because all of A can take gigabytes if an image has many patches.
+        # The sum is over blocks of queries, because all of A can take gigabytes if an image has
+        # many patches.
         step = max(1, self.block // (self.windows * self.heads * self.keys))
         blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
         received = []
@@ -360,7 +390,9 @@ class Attention(ABC):
         return torch.stack(received)
 
     def on_grid(self, rows: Tensor) -> Tensor:
-        """Return the values (..., N_key) of the keys on the grid, without padding: shape (..., height, width)."""
+        """Return the values (..., N_key) of the keys on the grid, without padding: shape (...,
+        height, width).
+        """
         keys = self.layout.keys
         assert keys is not None
         return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
@@ -368,13 +400,15 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers whose attention is described as a whole after they have run; softmaxes inside are only parts of it.
+    """Layers whose attention is described as a whole after they have run; softmaxes inside are only
+    parts of it.
 
     Args:
         classes: Classes of the layers.
-        describe: Function (layer, input, formed, name, running) -> attention of a call that has returned. ``formed``
-            has the outputs of the seams in this call, by role.
-        seams: Function that returns the submodules of a layer whose outputs ``describe`` needs, with their roles.
+        describe: Function (layer, input, formed, name, running) -> attention of a call that has
+            returned. ``formed`` has the outputs of the seams in this call, by role.
+        seams: Function that returns the submodules of a layer whose outputs ``describe`` needs,
+            with their roles.
     """
 
     classes: tuple[type[nn.Module], ...]
@@ -383,17 +417,16 @@ class WholeLayers:
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:
-    """Multiply attention, (images or 1, windows, heads, N_query, N_key), by values, (rows, heads or 1, N_key, d).
+    """Multiply attention, (images or 1, windows, heads, N_query, N_key), by values, (rows, heads or
+    1, N_key, d).
 
     Returns:
         Shape (rows, heads, N_query, d).
     """
-    # (rows, heads, N_key, d) -> (B, windows, heads, N_key, d). einsum broadcasts axes of length 1: images of the
-    # attention, and heads that share their values.
+    # (rows, heads, N_key, d) -> (B, windows, heads, N_key, d). einsum broadcasts axes of length 1:
+    # images of the attention, and heads that share their values.
     by_image = values.unflatten(0, (-1, attention.shape[1]))
-    return torch.einsum(
-        "bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image
-    ).flatten(0, 1)
+    return torch.einsum("bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image).flatten(0, 1)
 
 
 @lru_cache(maxsize=256)
@@ -410,7 +443,4 @@ def _uniform_in_regions(cut: Windows, layout: Layout) -> dict[str, float]:
         "uniform_distance": (seen * distances).sum(-1) / seen.sum(-1),
     }
     shares = counts.double() / counts.sum()
-    return {
-        name: float((values.mean(-1) * shares).sum())
-        for name, values in by_query.items()
-    }
+    return {name: float((values.mean(-1) * shares).sum()) for name, values in by_query.items()}

@@ -29,7 +29,8 @@ __all__ = ["CarriedNumbers"]
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 _FILLED = ("zeros", "ones", "full", "empty", "rand", "randn")
-# The outputs of these functions do not depend on the image, even if a tensor argument gives their shape or device.
+# The outputs of these functions do not depend on the image, even if a tensor argument gives their
+# shape or device.
 _CONSTANTS = (
     *("arange", "linspace"),
     *_FILLED,
@@ -45,19 +46,21 @@ _ADDITIONS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
 
 
 class CarriedNumbers:
-    """Table of the numbers that tensors of a forward carry, by the rules of :mod:`tcnn_probe.attention.place_rules`.
+    """Table of the numbers that tensors of a forward carry, by the rules of
+    :mod:`tcnn_probe.attention.place_rules`.
 
     Args:
-        of_rows: Whether the numbers tell rows of the batch apart, so that a row keeps its number where a learnt query
-            gathers tokens from it, and gets another one where another row is written into it.
+        of_rows: Whether the numbers tell rows of the batch apart, so that a row keeps its number
+            where a learnt query gathers tokens from it, and gets another one where another row is
+            written into it.
     """
 
     def __init__(self, *, of_rows: bool = False) -> None:
         self._of_rows = of_rows
         # Tensors are weak keys of this table, so that none lives longer than in the model.
         self._places: Any = WeakTensorKeyDictionary()
-        # For a product of queries and keys, _places has the places of the queries, and this table those of the keys,
-        # shape (N_key,).
+        # For a product of queries and keys, _places has the places of the queries, and this table
+        # those of the keys, shape (N_key,).
         self._keys: Any = WeakTensorKeyDictionary()
 
     def __len__(self) -> int:
@@ -75,26 +78,25 @@ class CarriedNumbers:
             return nowhere(tensor.shape)
         return self._places.get(tensor)
 
-    def sides(
-        self, func: Callable[..., Any], inputs: Sequence[Tensor]
-    ) -> tuple[Places, Places]:
-        """Return the numbers of queries and keys, (..., N, d), if the function computes attention."""
+    def sides(self, func: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Places, Places]:
+        """Return the numbers of queries and keys, (..., N, d), if the function computes
+        attention.
+        """
         name = function_name(func)
-        # Logits have the places of their queries; those of the keys were stored when the product was computed.
+        # Logits have the places of their queries; those of the keys were stored when the product
+        # was computed.
         if name == "softmax":
             keys = self._keys.get(inputs[0])
             return self.of(inputs[0]), None if keys is None else keys[:, None]
         queries, keys = (self.of(tokens) for tokens in inputs[:2])
         if is_kernel(func) and "scaled_dot_product" not in name:
-            # Tensors are (B, N, heads, d). In packed tensors (N, heads, d), the tokens of each image are unknown.
+            # Tensors are (B, N, heads, d). In packed tensors (N, heads, d), the tokens of each
+            # image are unknown.
             queries, keys = (
-                None if x is None or x.ndim < 4 else x.transpose(1, 2)
-                for x in (queries, keys)
+                None if x is None or x.ndim < 4 else x.transpose(1, 2) for x in (queries, keys)
             )
         if name == "multi_head_attention_forward":  # tokens first, (N, B, d) or (N, d)
-            queries, keys = (
-                None if x is None else x.movedim(0, -2) for x in (queries, keys)
-            )
+            queries, keys = (None if x is None else x.movedim(0, -2) for x in (queries, keys))
         if self._of_rows:
             queries = _of_rows_gathered(queries, keys)
         return queries, keys
@@ -105,7 +107,8 @@ class CarriedNumbers:
         if self._of_rows and name in ("linear", *_PRODUCTS, *ATTENTION_FUNCTIONS):
             self._follow_rows_of_product(name, call)
             return
-        # A list holds constants, such as sizes of maps; an array of NumPy may hold the image itself.
+        # A list holds constants, such as sizes of maps; an array of NumPy may hold the image
+        # itself.
         is_list = name in ("tensor", "as_tensor") and isinstance(call.args[0], list)
         if name in _CONSTANTS or (is_list and not call.inputs):
             for output in call.outputs:
@@ -141,8 +144,8 @@ class CarriedNumbers:
         """Follow tokens that are written into another tensor."""
         target, places = call.inputs[0], call.places[0]
         written = [target] if name.endswith("_") else call.outputs
-        # Overwriting parts of a map, as MViT does to add positional biases, moves no tokens. But an empty tensor may be
-        # filled with tokens in any order.
+        # Overwriting parts of a map, as MViT does to add positional biases, moves no tokens. But an
+        # empty tensor may be filled with tokens in any order.
         moves_rows = self._of_rows and name in _WRITES and len(call.inputs) > 1
         is_known = places is not None and not bool(unexpanded(places).isnan().any())
         if is_known and not moves_rows:
@@ -162,13 +165,9 @@ class CarriedNumbers:
         elif name == "linear":
             # The layer may mix tokens, as an MLP-Mixer does, but these are of one row.
             known = places[0]
-            rows = (
-                None if known is None else unexpanded(known).nanmean(-1, keepdim=True)
-            )
+            rows = None if known is None else unexpanded(known).nanmean(-1, keepdim=True)
         elif name == "multi_head_attention_forward":
-            queries, keys = (
-                None if x is None else x.movedim(0, -2) for x in places[:2]
-            )
+            queries, keys = (None if x is None else x.movedim(0, -2) for x in places[:2])
             rows = _of_rows_gathered(queries, keys)
             rows = None if rows is None else rows[..., :1].movedim(-2, 0)
         else:
@@ -185,7 +184,9 @@ class CarriedNumbers:
         return [x for x in self._places if x.untyped_storage().data_ptr() == memory]
 
     def _exchange_sides(self, logits: Tensor, transpose: Tensor) -> None:
-        """Follow a transpose of logits, as Grounding DINO uses them in both directions between image and text."""
+        """Follow a transpose of logits, as Grounding DINO uses them in both directions between
+        image and text.
+        """
         queries = places_of_tokens(self.of(logits))
         self._places[transpose] = self._keys[logits][:, None].expand(transpose.shape)
         if queries is not None:
@@ -194,7 +195,8 @@ class CarriedNumbers:
     def _follow_keys(self, name: str, call: Call, output: Tensor) -> None:
         """Store the places of a product's keys, also after scaling, masking and reshaping."""
         if name in _PRODUCTS and len(call.inputs) == 2:
-            # The second operand is (..., d, N_key), except in einsum, where it may be (..., N_key, d).
+            # The second operand is (..., d, N_key), except in einsum, where it may be (..., N_key,
+            # d).
             operand = call.places[1]
             if operand is not None and name != "einsum":
                 operand = operand.mT
@@ -210,7 +212,9 @@ class CarriedNumbers:
 
 
 def _of_rows_gathered(queries: Places, keys: Places) -> Places:
-    """Return the numbers of queries (..., N, d) or, if these come from parameters, of the rows whose keys they see."""
+    """Return the numbers of queries (..., N, d) or, if these come from parameters, of the rows
+    whose keys they see.
+    """
     is_learnt = queries is not None and bool(unexpanded(queries).isnan().all())
     if not is_learnt or keys is None:
         return queries

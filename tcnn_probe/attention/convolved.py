@@ -23,17 +23,20 @@ __all__ = ["CONVOLVED", "PartlyConvolved"]
 
 @dataclass(frozen=True, kw_only=True)
 class PartlyConvolved(SoftmaxAttention):
-    """Attention of all heads of a layer: of convolutions, the softmax of theta(offset), and of the others their own.
+    """Attention of all heads of a layer: of convolutions, the softmax of theta(offset), and of the
+    others their own.
 
     Args:
-        output_of: Function that returns the layer's output for the first image, from its attention (1, heads, N_query,
-            N_key).
+        output_of: Function that returns the layer's output for the first image, from its attention
+            (1, heads, N_query, N_key).
     """
 
     output_of: Callable[[Tensor], Tensor]
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
-        """Compare the layer's output for the first image with the output computed from A and the values."""
+        """Compare the layer's output for the first image with the output computed from A and the
+        values.
+        """
         if self.module.training:
             return None  # under dropout
         rebuilt = self.output_of(self.weights(image=0)[:, 0])
@@ -77,9 +80,7 @@ def _of_tokens(
     )
 
 
-def _of_gpsa(
-    layer: ConvolvedGPSA, x: Tensor, name: str, running: Running
-) -> PartlyConvolved:
+def _of_gpsa(layer: ConvolvedGPSA, x: Tensor, name: str, running: Running) -> PartlyConvolved:
     y, across = layer.gpsa.axes(x.shape[2], x.shape[3])
     attention = layer.attention(x)
 
@@ -96,9 +97,7 @@ def _of_gpsa(
         images=len(x),
         layout=Layout(*grids_of_axes(y, across)),
         # Weights that round to zero, far from a head's centre, are no mask.
-        logits=GivenLogits(
-            attention.clamp_min(torch.finfo(attention.dtype).tiny).log()
-        ),
+        logits=GivenLogits(attention.clamp_min(torch.finfo(attention.dtype).tiny).log()),
         residual=partial(residual_tokens, running, len(x), y.length * across.length),
         output_of=output_of,
     )

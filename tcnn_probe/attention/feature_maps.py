@@ -1,4 +1,6 @@
-"""Evidence for the grids of tokens in a forward: feature maps, concatenations of tokens, and the image itself."""
+"""Evidence for the grids of tokens in a forward: feature maps, concatenations of tokens, and the
+image itself.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +16,8 @@ from tcnn_probe.images import batch_of, channel_axis, input_tensors
 __all__ = ["MOST_SPECIAL", "FeatureMaps"]
 
 Grid = tuple[int, int]  # rows and columns
-# Largest number of class and register tokens that is guessed: DINOv3 has 5, and the largest number in timm is 13.
+# Largest number of class and register tokens that is guessed: DINOv3 has 5, and the largest number
+# in timm is 13.
 MOST_SPECIAL = 16
 
 
@@ -24,8 +27,10 @@ class FeatureMaps:
     Attributes:
         images: Number of images in the batch; None if unknown.
         size: Height and width of the images; None if unknown.
-        is_deep: Whether the model was called with videos or volumes, for example of shape (B, T, C, H, W).
-        patches: Number of patches if the model was called with patches in place of an image, else None.
+        is_deep: Whether the model was called with videos or volumes, for example of shape (B, T, C,
+            H, W).
+        patches: Number of patches if the model was called with patches in place of an image, else
+            None.
         special: Class and register tokens, as far as the model shows them or the user gives them.
     """
 
@@ -45,27 +50,25 @@ class FeatureMaps:
         self._videos: dict[tuple[int, int, int], None] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._numberings: dict[tuple[int, ...], Grid | None] = {}
-        # Grids in the order of grids(), by the number of maps, which only grows, and the size of the images.
+        # Grids in the order of grids(), by the number of maps, which only grows, and the size of
+        # the images.
         self._grids: dict[tuple[int, Grid], list[Grid]] = {}
 
-    def enter(
-        self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False
-    ) -> None:
-        """Begin a call of the model, or of a part that may continue with the images of an earlier part."""
+    def enter(self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False) -> None:
+        """Begin a call of the model, or of a part that may continue with the images of an earlier
+        part.
+        """
         tensors = input_tensors(inputs)
         x = tensors[0] if tensors else None
         if whole_model and x is not None and x.ndim < 4:
             # Words can come before the images. A tensor with a single channel is a mask.
             x = next((x for x in tensors if x.ndim == 4 and x.shape[1] > 1), x)
-        # An input with the size of an earlier feature map belongs to the images before, as in a head that is called by
-        # itself; other images start a new forward.
+        # An input with the size of an earlier feature map belongs to the images before, as in a
+        # head that is called by itself; other images start a new forward.
         is_map = x is not None and x.ndim == 4
         self.is_deep = x is not None and x.ndim > 4
         if whole_model or (
-            is_map
-            and x is not None
-            and not continues
-            and tuple(x.shape[2:]) not in self._maps
+            is_map and x is not None and not continues and tuple(x.shape[2:]) not in self._maps
         ):
             self._restart()
             self._embedding, self._picture_channels = None, _channels_of(inputs)
@@ -81,7 +84,8 @@ class FeatureMaps:
                 self._maps[self.size] = None
         elif x is not None and x.ndim > 4:
             self.images = len(x)
-        # The first axis of tokens may be windows: it counts images only if it has the known number of images.
+        # The first axis of tokens may be windows: it counts images only if it has the known number
+        # of images.
         elif whole_model or x is None or self.images != len(x):
             self.images = None
         if whole_model and self.size is None:
@@ -104,14 +108,17 @@ class FeatureMaps:
             shapes.clear()
 
     def seeks(self, module: nn.Module) -> bool:
-        """Return whether a module that is called may show the image that enters the patch embedding."""
+        """Return whether a module that is called may show the image that enters the patch
+        embedding.
+        """
         return self._seeks or module is self._embedding
 
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> Tensor | None:
-        """Note the image (n, C, H, W) that a module gets, and return it, if it is what the model makes patches of.
+        """Note the image (n, C, H, W) that a module gets, and return it, if it is what the model
+        makes patches of.
 
-        The image can stand anywhere among the inputs of the model, which may also crop it or make several views of it.
-        Whatever enters the patch embedding is the image.
+        The image can stand anywhere among the inputs of the model, which may also crop it or make
+        several views of it. Whatever enters the patch embedding is the image.
         """
         x = next((x for x in inputs if isinstance(x, Tensor)), None)
         if x is None or not x.is_floating_point():
@@ -137,16 +144,17 @@ class FeatureMaps:
         return x
 
     def _numbered(self, inputs: Sequence[Tensor]) -> Grid | None:
-        """Return the grid of patches if the model gets their rows and columns as an input, as FLUX does."""
+        """Return the grid of patches if the model gets their rows and columns as an input, as FLUX
+        does.
+        """
         for positions in inputs:
-            # Positions are (N, 3) or (B, N, 4), for example, with numbers of images or frames beside row and column.
+            # Positions are (N, 3) or (B, N, 4), for example, with numbers of images or frames
+            # beside row and column.
             if positions.ndim not in (2, 3) or positions.shape[-1] not in (2, 3, 4):
                 continue
             count = positions.shape[-2]
             tokens = [
-                x
-                for x in inputs
-                if x.ndim == 3 and x.shape[1] == count and x is not positions
+                x for x in inputs if x.ndim == 3 and x.shape[1] == count and x is not positions
             ]
             # If there are as many words as patches, it is unknown which tokens are the patches.
             if len(tokens) != 1:
@@ -167,8 +175,8 @@ class FeatureMaps:
             if len(shape) == 4:
                 # (B, C, H, W), or (B, H, W, C).
                 self._maps[shape[1:3]] = None
-                # A mask, (B, 1, N_query, N_key), is not a map. Only toy models, for images with one channel, have maps
-                # with one channel.
+                # A mask, (B, 1, N_query, N_key), is not a map. Only toy models, for images with one
+                # channel, have maps with one channel.
                 if shape[1] > 1 or self._channels == 1:
                     self._maps[shape[2:]] = None
             elif len(shape) == 5 and self.is_deep:
@@ -185,14 +193,16 @@ class FeatureMaps:
             self._joins[sum(lengths)] = lengths
 
     def arrange(self, count: int, tracked: Arrangement | None = None) -> Arrangement:
-        """Return the places of ``count`` tokens, as far as they are known, by default those of patches alone.
+        """Return the places of ``count`` tokens, as far as they are known, by default those of
+        patches alone.
 
         Args:
             count: Number of tokens.
             tracked: Places of words and patches, if tokens were tracked.
         """
         given, special = self.special.user_facts, self.special
-        # The user's facts take precedence over those of the forward, and these over the model's attributes.
+        # The user's facts take precedence over those of the forward, and these over the model's
+        # attributes.
         if tracked is not None and not given.around and len(tracked.order) == count:
             has_class = special.class_token and tracked.class_token
             return replace(tracked, class_token=has_class)
@@ -204,9 +214,10 @@ class FeatureMaps:
             before, after = sum(parts), sum(parts_after)
             # A single token after the grid is a class token if there is none before.
             is_last = 1 not in parts and parts_after[-1:] == (1,)
-            # A model can have one parameter for its class token and registers; a part longer than MOST_SPECIAL is
-            # words. If there are several parts before the grid, the first one is a class token only if it is a single
-            # token: EoMT puts its queries before the class token.
+            # A model can have one parameter for its class token and registers; a part longer than
+            # MOST_SPECIAL is words. If there are several parts before the grid, the first one is a
+            # class token only if it is a single token: EoMT puts its queries before the class
+            # token.
             is_first = parts[:1] == (1,)
             is_first |= len(parts) == 1 and parts[0] <= MOST_SPECIAL
             if given.class_token is None:
@@ -220,14 +231,15 @@ class FeatureMaps:
             order = [*first, *indices[:before], *rest, *grid]
         return Arrangement(before, after, order, class_token=class_token)
 
-    def _joined_around(
-        self, count: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the lengths of the concatenated parts before and after the grid; None if they are unknown."""
+    def _joined_around(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the lengths of the concatenated parts before and after the grid; None if they are
+        unknown.
+        """
         parts = self._parts(count)
         if len(parts) < 2:
             return None
-        # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
+        # The grid is the longest part with as many tokens as a feature map has cells: registers and
+        # masks are fewer.
         cells = {prod(size) for size in (*self.grids(), *self._videos)}
         largest = max((length for length in parts if length in cells), default=0)
         if not largest:
@@ -236,14 +248,18 @@ class FeatureMaps:
         return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
-        """Return the lengths of the parts of which ``count`` tokens were concatenated, with nested parts resolved."""
+        """Return the lengths of the parts of which ``count`` tokens were concatenated, with nested
+        parts resolved.
+        """
         lengths: list[int] = []
         for length in self._joins.get(count, ()):
             lengths += self._parts(length) or (length,)
         return tuple(lengths)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield the user's grid, then sizes of maps with the images' aspect ratio, the best match first."""
+        """Yield the user's grid, then sizes of maps with the images' aspect ratio, the best match
+        first.
+        """
         if self.special.user_facts.grid is not None:
             yield self.special.user_facts.grid
         if self.size is not None:
@@ -253,12 +269,15 @@ class FeatureMaps:
             yield from self._grids[key]
 
     def frames(self, count: int, prefixes: Sequence[int]) -> Tokens | None:
-        """Return the grid of a video's tokens if a map of the video has as many cells; else None."""
+        """Return the grid of a video's tokens if a map of the video has as many cells; else
+        None.
+        """
         parts = self._parts(count)
         for prefix in prefixes:
             for frames, rows, columns in self._videos:
                 cells = frames * rows * columns
-                # Visible patches and mask tokens of a masked autoencoder are together as many as all patches.
+                # Visible patches and mask tokens of a masked autoencoder are together as many as
+                # all patches.
                 if count - prefix == cells and (not parts or cells in parts):
                     return Tokens(prefix, frames * rows, columns, frames=frames)
         return None
@@ -266,11 +285,7 @@ class FeatureMaps:
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield grids of ``count`` tokens with the images' aspect ratio, the best match first."""
         if self.size is not None and count > 0:
-            pairs = [
-                (rows, count // rows)
-                for rows in range(1, count + 1)
-                if count % rows == 0
-            ]
+            pairs = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
             yield from self._sorted(pairs, self.size)
 
     def shows(self, grid: tuple[int, int]) -> bool:
@@ -281,25 +296,26 @@ class FeatureMaps:
         self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]
     ) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]
-        # Patches are square in nearly all models, so grids with the most nearly square patches come first.
+        # Patches are square in nearly all models, so grids with the most nearly square patches come
+        # first.
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the grid of patches if the shape is that of images cut into patches, (B, N, side * side * C)."""
+        """Return the grid of patches if the shape is that of images cut into patches, (B, N, side *
+        side * C).
+        """
         if self.size is None or not self._channels:
             return None
         side = max(1, isqrt(shape[2] // self._channels))
         rows, columns = self.size[0] // side, self.size[1] // side
         fits = shape[1:] == (rows * columns, side * side * self._channels)
-        return (
-            (rows, columns)
-            if fits and self.size == (rows * side, columns * side)
-            else None
-        )
+        return (rows, columns) if fits and self.size == (rows * side, columns * side) else None
 
 
 def _channels_of(inputs: Sequence[Any]) -> set[int]:
-    """Return the numbers of channels of images among the inputs, (B, C, H, W), (B, H, W, C) or lists of (C, H, W)."""
+    """Return the numbers of channels of images among the inputs, (B, C, H, W), (B, H, W, C) or
+    lists of (C, H, W).
+    """
     batch = batch_of(inputs)
     channels = {x.shape[0] for x in batch} if isinstance(batch, list) else set()
     for x in input_tensors(inputs):
@@ -309,7 +325,9 @@ def _channels_of(inputs: Sequence[Any]) -> set[int]:
 
 
 def _raster(positions: Tensor) -> Grid | None:
-    """Return the grid if positions, except for constant columns, are rows and columns in raster order; else None."""
+    """Return the grid if positions, except for constant columns, are rows and columns in raster
+    order; else None.
+    """
     if positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
             return None
@@ -325,7 +343,8 @@ def _raster(positions: Tensor) -> Grid | None:
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
-    """Return whether rows = height / s and columns = width / s for some patch side s, both rounded in the same way.
+    """Return whether rows = height / s and columns = width / s for some patch side s, both rounded
+    in the same way.
 
     Convolutions without padding round down, those with padding round up.
     """
@@ -335,8 +354,7 @@ def _covers(rows: int, columns: int, height: int, width: int) -> bool:
         height / rows, width / columns
     )
     upper_bounds = [
-        n / (m - 1) if m > 1 else float("inf")
-        for n, m in ((height, rows), (width, columns))
+        n / (m - 1) if m > 1 else float("inf") for n, m in ((height, rows), (width, columns))
     ]
     rounds_up = max(height / rows, width / columns) < min(upper_bounds)
     return rounds_down or rounds_up

@@ -1,4 +1,6 @@
-"""Gated positional self-attention of our GPSA layers and of timm's ConViT: A = (1 - g) C + g P (T-CNN Eq. 7)."""
+"""Gated positional self-attention of our GPSA layers and of timm's ConViT: A = (1 - g) C + g P
+(T-CNN Eq. 7).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,10 +52,12 @@ class GatedAttention(Attention):
     """Attention of a gated layer over the grid with its zero padding, so that rows sum to one.
 
     Args:
-        describe: Function that returns queries, keys, positions and gates; it is called once, when they are needed.
+        describe: Function that returns queries, keys, positions and gates; it is called once, when
+            they are needed.
         sizes: Sizes (B, heads, N_query).
         x: Input of the layer.
-        outputs: Outputs of the heads in this call, (B, heads, N_query, d); None if they are unknown.
+        outputs: Outputs of the heads in this call, (B, heads, N_query, d); None if they are
+            unknown.
     """
 
     describe: Callable[[], tcnn_model.GatedAttention]
@@ -102,38 +106,39 @@ class GatedAttention(Attention):
         return self.parts.gate
 
     def weights(self, queries: slice = slice(None), image: int | None = None) -> Tensor:
-        """Return the attention of some queries, see :class:`~tcnn_probe.attention.attention.Attention`.
+        """Return the attention of some queries, see
+        :class:`~tcnn_probe.attention.attention.Attention`.
 
         Returns:
-            Shape (B or 1, 1, heads, queries, N_key), with keys in row-major order over the padded grid, as in
-            :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` selects the real pixels.
+            Shape (B or 1, 1, heads, queries, N_key), with keys in row-major order over the padded
+            grid, as in :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` selects the real pixels.
         """
         parts = self._of_image(image)
-        # Autocast would round the products of queries and keys, which the layer computes at least in float32.
+        # Autocast would round the products of queries and keys, which the layer computes at least
+        # in float32.
         with without_autocast(parts.query):
             content = parts.content(queries)
             y, x = parts.y, parts.x
-            # F.pad starts with the last axis, the columns. Content attention has no keys in the padding, so it is 0
-            # there.
+            # F.pad starts with the last axis, the columns. Content attention has no keys in the
+            # padding, so it is 0 there.
             padding = (x.before, x.after, y.before, y.after)
-            content = F.pad(
-                content.unflatten(-1, (y.length, x.length)), padding
-            ).flatten(-2)
+            content = F.pad(content.unflatten(-1, (y.length, x.length)), padding).flatten(-2)
             rows, columns = parts.factors()
-            # Query i is in row i // columns. P is a product of one softmax over rows and one over columns, because
-            # squared distances add up over the two axes.
+            # Query i is in row i // columns. P is a product of one softmax over rows and one over
+            # columns, because squared distances add up over the two axes.
             index = torch.arange(self.queries, device=content.device)[queries]
             positional = (
-                rows[:, index // x.queries, :, None]
-                * columns[:, index % x.queries, None, :]
+                rows[:, index // x.queries, :, None] * columns[:, index % x.queries, None, :]
             )
             positional = positional.flatten(2).to(content).expand_as(content)
-            return torch.lerp(
-                content, positional, parts.gate.to(content)[:, None, None]
-            ).unsqueeze(1)
+            return torch.lerp(content, positional, parts.gate.to(content)[:, None, None]).unsqueeze(
+                1
+            )
 
     def statistics(self) -> Mapping[str, Any]:
-        """Return entropies of A and its parts, distances, their values for uniform attention, and sums over images."""
+        """Return entropies of A and its parts, distances, their values for uniform attention, and
+        sums over images.
+        """
         key = "patterns", self.limit
         if key not in self.shared:
             self.shared[key] = gated_patterns(self.parts, self.limit, self.block)
@@ -142,11 +147,7 @@ class GatedAttention(Attention):
             "content_information": attention,
             "content_part_information": content,
         }
-        radius = {
-            "mean_squared_radius": _mean_squared_radius(self.parts).expand(
-                self.images, -1
-            )
-        }
+        radius = {"mean_squared_radius": _mean_squared_radius(self.parts).expand(self.images, -1)}
         means = gated_means(self._measured())
         return {**means, **radius, **self.uniform_scales(), **patterns}
 
@@ -161,43 +162,34 @@ class GatedAttention(Attention):
         )
 
     def values(self) -> Tensor:
-        """Return the values, (B, heads or 1, H * W, d), without those of the padding, which are zero."""
+        """Return the values, (B, heads or 1, H * W, d), without those of the padding, which are
+        zero.
+        """
         return _values(self.module, self.x)
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
-        """Compare the layer's output for the first image with the output computed from A and the values."""
+        """Compare the layer's output for the first image with the output computed from A and the
+        values.
+        """
         layer: Any = self.module
         # With dropout of its attention or output, ConViT's output cannot be reproduced.
         of_convit = isinstance(layer, ConViTLayer)
-        if (
-            of_convit
-            and layer.training
-            and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0)
-        ):
+        if of_convit and layer.training and (layer.attn_drop.p > 0 or layer.proj_drop.p > 0):
             return None
         gathered, _ = apply_and_measure(self._of_image(0), _values(layer, self.x[:1]))
-        return relative_difference(self.output(gathered), output[:1]), tolerance(
-            output.dtype
-        )
+        return relative_difference(self.output(gathered), output[:1]), tolerance(output.dtype)
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the attention that keys receive, the mean of A_ij over queries: (images, 1, heads, N_key).
+        """Return the attention that keys receive, the mean of A_ij over queries: (images, 1, heads,
+        N_key).
 
         The padding is set to zero, because no output depends on it.
         """
         which = torch.as_tensor(images, device=self.source.device)
-        parts = replace(
-            self.parts, query=self.parts.query[which], key=self.parts.key[which]
-        )
+        parts = replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
         y, x = parts.y, parts.x
-        received = (measure(parts).received / self.queries).unflatten(
-            -1, (y.length, x.length)
-        )
-        return (
-            F.pad(received, (x.before, x.after, y.before, y.after))
-            .flatten(-2)
-            .unsqueeze(1)
-        )
+        received = (measure(parts).received / self.queries).unflatten(-1, (y.length, x.length))
+        return F.pad(received, (x.before, x.after, y.before, y.after)).flatten(-2).unsqueeze(1)
 
     @property
     def map_size(self) -> tuple[int, int]:
@@ -213,12 +205,12 @@ class GatedAttention(Attention):
         """Return the values (..., N_key) of the real pixels: shape (..., height, width)."""
         y, x = self.parts.y, self.parts.x
         extended = rows.unflatten(-1, (y.keys, x.keys))
-        return extended[
-            ..., y.before : y.before + y.length, x.before : x.before + x.length
-        ]
+        return extended[..., y.before : y.before + y.length, x.before : x.before + x.length]
 
     def content(self) -> Tensor:
-        """Return the content part C = softmax(q k^T / sqrt(d)): shape (B, heads, N_query, H * W), real pixels only."""
+        """Return the content part C = softmax(q k^T / sqrt(d)): shape (B, heads, N_query, H * W),
+        real pixels only.
+        """
         return self.parts.content()
 
     def with_content(self, heads: Sequence[int], content: Tensor) -> Tensor:
@@ -235,14 +227,14 @@ class GatedAttention(Attention):
         with without_autocast(values):
             rows, columns = parts.factors_on_pixels(values.dtype)
             pixels = values.unflatten(2, (parts.y.length, parts.x.length))
-            positional = apply_separable(rows[heads], columns[heads], pixels).flatten(
-                2, 3
-            )
+            positional = apply_separable(rows[heads], columns[heads], pixels).flatten(2, 3)
             gate = parts.gate[heads, None, None].to(values.dtype)
             return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
 
     def with_whole(self, heads: Sequence[int], attention: Tensor) -> Tensor:
-        """Return the outputs of some heads, like :meth:`with_content`, for another A with keys in the padding."""
+        """Return the outputs of some heads, like :meth:`with_content`, for another A with keys in
+        the padding.
+        """
         # The values of the padding are zero.
         pixels = self.on_grid(attention[: len(self.x)]).flatten(-2)
         values = self._values_of(heads)
@@ -251,7 +243,8 @@ class GatedAttention(Attention):
 
     def _values_of(self, heads: Sequence[int]) -> Tensor:
         values = _values(self.module, self.x)
-        # The heads of a GPSA layer share their values (W_val of T-CNN Eq. 5); those of ConViT have their own.
+        # The heads of a GPSA layer share their values (W_val of T-CNN Eq. 5); those of ConViT have
+        # their own.
         return values if values.shape[1] == 1 else values[:, list(heads)]
 
     def head_outputs(self) -> Tensor:
@@ -270,7 +263,8 @@ class GatedAttention(Attention):
 
     def _measured(self) -> AttentionStatistics:
         """Measure once for all listeners."""
-        # All images are measured; unlike in softmax attention, the limit of images is applied later, to the sums.
+        # All images are measured; unlike in softmax attention, the limit of images is applied
+        # later, to the sums.
         key = "measured", self.detailed
         if key not in self.shared:
             self.shared[key] = measure(self.parts, content_received=self.detailed)
@@ -280,20 +274,16 @@ class GatedAttention(Attention):
         if image is None:
             return self.parts
         which = slice(image, image + 1)
-        return replace(
-            self.parts, query=self.parts.query[which], key=self.parts.key[which]
-        )
+        return replace(self.parts, query=self.parts.query[which], key=self.parts.key[which])
 
 
 @torch.no_grad()
 def _mean_squared_radius(attention: tcnn_model.GatedAttention) -> Tensor:
-    """Return the variance of the offset under P, the sum over both axes and mean over queries: (heads,)."""
-    radius = attention.position.new_zeros(
-        (), dtype=widest_dtype(attention.query.device)
-    )
-    for axis, factor in zip(
-        (attention.y, attention.x), attention.factors(), strict=True
-    ):
+    """Return the variance of the offset under P, the sum over both axes and mean over queries:
+    (heads,).
+    """
+    radius = attention.position.new_zeros((), dtype=widest_dtype(attention.query.device))
+    for axis, factor in zip((attention.y, attention.x), attention.factors(), strict=True):
         keys = axis.key_positions(factor)
         # Centred first, as a difference of large squares would lose precision.
         offsets = keys - (factor * keys).sum(-1, keepdim=True)
@@ -305,27 +295,29 @@ def _mean_squared_radius(attention: tcnn_model.GatedAttention) -> Tensor:
 def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
     """Return entropies, mean distance and largest logit of gated positional attention.
 
-    These are means over queries of the fields of :class:`~tcnn_model.AttentionStatistics`; of logits, the maximum.
+    These are means over queries of the fields of :class:`~tcnn_model.AttentionStatistics`; of
+    logits, the maximum.
 
     Args:
         measured: Statistics of the attention of a batch of B images.
 
     Returns:
-        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats, ``attention_distance`` in input pixels
-        of the layer and ``max_logit``, shape (B, heads), in float32 (float64 if the attention is in float64).
+        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats, ``attention_distance``
+        in input pixels of the layer and ``max_logit``, shape (B, heads), in float32 (float64 if the
+        attention is in float64).
     """
     names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
     means = {name: getattr(measured, name).mean(-1) for name in names}
-    means["positional_entropy"] = means["positional_entropy"].expand_as(
-        means["entropy"]
-    )
+    means["positional_entropy"] = means["positional_entropy"].expand_as(means["entropy"])
     if measured.largest_logit is not None:
         means["max_logit"] = measured.largest_logit.amax(-1)
     return means
 
 
 def _seams_of(layer: Any) -> dict[nn.Module, str]:
-    """Return the submodules of a gated layer whose outputs the description uses, with their roles."""
+    """Return the submodules of a gated layer whose outputs the description uses, with their
+    roles.
+    """
     of_gpsa = ("head_queries", "head_keys", "head_outputs")
     names = ("qk",) if isinstance(layer, ConViTLayer) else of_gpsa
     return {getattr(layer, name): name for name in names}
@@ -343,16 +335,15 @@ def gated_attention_of(
     Args:
         layer: GPSA or ConViT layer.
         x: Input of the layer.
-        formed: Outputs of the layer's seams in this call, by role. If each seam has run exactly once, they are used;
-            otherwise queries and keys are computed again by ``forward`` of the submodules, so that hooks on these do
-            not run twice. Outputs of heads are formed unless a depth-wise layer sums heads first.
+        formed: Outputs of the layer's seams in this call, by role. If each seam has run exactly
+            once, they are used; otherwise queries and keys are computed again by ``forward`` of the
+            submodules, so that hooks on these do not run twice. Outputs of heads are formed unless
+            a depth-wise layer sums heads first.
         name: Name of the layer.
         running: Modules that are running around the layer, and their inputs.
     """
     formed_once = {
-        role: tensors[0]
-        for role, tensors in (formed or {}).items()
-        if len(tensors) == 1
+        role: tensors[0] for role, tensors in (formed or {}).items() if len(tensors) == 1
     }
 
     def describe() -> tcnn_model.GatedAttention:
@@ -390,7 +381,9 @@ def gated_attention_of(
 
 
 def grids_of_axes(y: Axis, x: Axis) -> tuple[Tokens, Tokens]:
-    """Return the grids of the queries and of the keys, which include the padding, of a layer like a convolution."""
+    """Return the grids of the queries and of the keys, which include the padding, of a layer like a
+    convolution.
+    """
     queries = Tokens(
         0,
         y.queries,

@@ -1,4 +1,6 @@
-"""Sums over images of gated attention and its content part, and the similarity of heads of the latter."""
+"""Sums over images of gated attention and its content part, and the similarity of heads of the
+latter.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +26,8 @@ __all__ = ["content_similarity", "gated_patterns"]
 def gated_patterns(
     attention: GatedAttention, limit: int | None, block: int
 ) -> tuple[Pattern, Pattern]:
-    """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
+    """Return sums over the first ``limit`` images, or all, of gated attention A and of its content
+    part C.
 
     The keys of A are the real pixels, and after them the padding. Those of C are the real pixels.
 
@@ -53,9 +56,7 @@ def gated_patterns(
     step = max(1, block // positional.numel())
     for start in range(0, images, step):
         batch = slice(start, min(start + step, images))
-        weights = replace(
-            attention, query=query[batch], key=attention.key[batch]
-        ).content(sampled)
+        weights = replace(attention, query=query[batch], key=attention.key[batch]).content(sampled)
         scratch = torch.empty_like(weights)
         content_sum.add(weights, scratch, start)
         # A = (1 - g) C + g P (T-CNN Eq. 7) overwrites C, which has been added by now.
@@ -73,10 +74,9 @@ def gated_patterns(
 
 
 @torch.no_grad()
-def content_similarity(
-    attention: GatedAttention, limit: int | None, block: int
-) -> Tensor:
-    """Return the mean cosine between each head's rows of C and those of the other heads, over the sampled queries.
+def content_similarity(attention: GatedAttention, limit: int | None, block: int) -> Tensor:
+    """Return the mean cosine between each head's rows of C and those of the other heads, over the
+    sampled queries.
 
     Args:
         attention: Attention of a batch of B images.
@@ -90,18 +90,14 @@ def content_similarity(
     sampled = sample_queries(1, query.shape[2], QUERIES)[1][0].to(query.device)
     images, heads = query.shape[:2]
     shape = images, len(sampled), heads, heads
-    products = torch.zeros(
-        shape, dtype=at_least_float32(query.dtype), device=query.device
-    )
+    products = torch.zeros(shape, dtype=at_least_float32(query.dtype), device=query.device)
     step = max(1, block // (heads * len(sampled) * key.shape[2]))
     for start in range(0, len(query[:limit]), step):
         batch = slice(start, min(start + step, len(query[:limit])))
         part = replace(attention, query=query[batch], key=key[batch])
         products[batch] = row_products(part.content(sampled))
     # A row of content attention has a positive length, unless it is NaN.
-    return similarity_of_heads(
-        products, products.diagonal(dim1=2, dim2=3).isfinite().all(-1)
-    )
+    return similarity_of_heads(products, products.diagonal(dim1=2, dim2=3).isfinite().all(-1))
 
 
 class _AttentionSum:
@@ -110,7 +106,8 @@ class _AttentionSum:
     Args:
         shape: Sizes (heads, queries, keys) without the padding.
         padding: Attention to the padding, the same for all images, shape (heads, queries, n).
-        halves: 2 to sum images with even and with odd numbers separately, and the entropies of means over queries.
+        halves: 2 to sum images with even and with odd numbers separately, and the entropies of
+            means over queries.
     """
 
     def __init__(self, shape: Sequence[int], padding: Tensor, halves: int) -> None:
@@ -121,7 +118,9 @@ class _AttentionSum:
         self._rows = self._padding.new_zeros(halves, heads, 2 * queries + halves - 1)
 
     def add(self, weights: Tensor, scratch: Tensor, start: int) -> None:
-        """Add the attention of images from number ``start`` on; ``scratch``, with as many elements, is overwritten."""
+        """Add the attention of images from number ``start`` on; ``scratch``, with as many elements,
+        is overwritten.
+        """
         # A logit of NaN makes its whole row NaN, so one key shows which rows count.
         is_counted = weights[..., 0].isfinite()
         weights = weights.nan_to_num()

@@ -1,4 +1,6 @@
-"""Edits of heads, applied to the separate outputs of a layer's heads, before the projection adds them up."""
+"""Edits of heads, applied to the separate outputs of a layer's heads, before the projection adds
+them up.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +37,14 @@ class HeadEdit:
 
     Args:
         heads: Indices of the heads.
-        give: New output of the heads: "zero", or the "mean" over the edited queries of an image or window.
-        attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads), N_query, N_key); in
-            gated layers it replaces the content part, over H * W real pixels, unless it is ``whole``.
+        give: New output of the heads: "zero", or the "mean" over the edited queries of an image or
+            window.
+        attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads),
+            N_query, N_key); in gated layers it replaces the content part, over H * W real pixels,
+            unless it is ``whole``.
         queries: Whether each query is edited, shape (N_query,); None for all.
-        whole: Whether ``attention`` replaces all of a gated layer's attention, over N_key keys with the padding.
+        whole: Whether ``attention`` replaces all of a gated layer's attention, over N_key keys with
+            the padding.
     """
 
     heads: Sequence[int]
@@ -53,16 +58,15 @@ class HeadEdit:
 
         Raises:
             TypeError: Heads are not integers.
-            ValueError: A head does not exist or is named twice, ``give`` has another value, or ``attention`` has
-                another shape.
+            ValueError: A head does not exist or is named twice, ``give`` has another value, or
+                ``attention`` has another shape.
         """
-        heads = [
-            whole_number(head, f"heads of {attention.name!r}") for head in self.heads
-        ]
+        heads = [whole_number(head, f"heads of {attention.name!r}") for head in self.heads]
         missing = [head for head in heads if head >= attention.heads]
         if missing or len({*heads}) < len(heads):
             raise ValueError(
-                f"expected distinct heads below {attention.heads} of {attention.name!r}, got {heads}"
+                f"expected distinct heads below {attention.heads} of {attention.name!r}, got "
+                f"{heads}"
             )
         if self.give not in ("zero", "mean"):
             raise ValueError(f"expected give='zero' or 'mean', got {self.give!r}")
@@ -79,13 +83,10 @@ class HeadEdit:
             attention.queries,
             attention.keys if self.whole else attention.content_keys,
         )
-        if (
-            self.attention.shape[0] not in (1, images)
-            or self.attention.shape[1:] != shape
-        ):
+        if self.attention.shape[0] not in (1, images) or self.attention.shape[1:] != shape:
             raise ValueError(
-                f"expected attention of shape (1 or {images}, {', '.join(map(str, shape))}) for {attention.name!r}, "
-                f"got {tuple(self.attention.shape)}"
+                f"expected attention of shape (1 or {images}, {', '.join(map(str, shape))}) for "
+                f"{attention.name!r}, got {tuple(self.attention.shape)}"
             )
 
     def in_order(self, queries: Tensor, keys: Tensor) -> "HeadEdit":
@@ -95,9 +96,7 @@ class HeadEdit:
             return None if x is None else x.index_select(dim, order.to(x.device))
 
         attention = ordered(ordered(self.attention, -2, queries), -1, keys)
-        return replace(
-            self, attention=attention, queries=ordered(self.queries, 0, queries)
-        )
+        return replace(self, attention=attention, queries=ordered(self.queries, 0, queries))
 
     def only(self, heads: Sequence[int]) -> "HeadEdit":
         """Return the edit restricted to some of its heads."""
@@ -109,40 +108,38 @@ class HeadEdit:
 
 @dataclass(frozen=True)
 class HeadWatch(HeadEdit):
-    """Function of the outputs of a layer's heads, applied after all edits, for listeners to single layers.
+    """Function of the outputs of a layer's heads, applied after all edits, for listeners to single
+    layers.
 
     Args:
-        watch: Function (outputs, edit) -> outputs. ``outputs`` are (rows, heads, N_query, d), or the attention of a
-            softmax that is not fused, and ``edit(head_edit)`` returns them with an edit, without gradients.
+        watch: Function (outputs, edit) -> outputs. ``outputs`` are (rows, heads, N_query, d), or
+            the attention of a softmax that is not fused, and ``edit(head_edit)`` returns them with
+            an edit, without gradients.
     """
 
     watch: Callable[[Tensor, Callable[[HeadEdit], Tensor]], Tensor] | None = None
 
 
 def edit_call(call: TorchCall, edits: Sequence[HeadEdit], module: nn.Module) -> Any:
-    """Return the edited output of a torch function in a module, which is differentiable if the original is."""
+    """Return the edited output of a torch function in a module, which is differentiable if the
+    original is.
+    """
     rows = as_rows(call.heads, module, call.heads_axis)
 
     def exchange(edit: HeadEdit) -> Tensor:
         assert edit.attention is not None
         if not call.is_fused:
             images = len(rows) // edit.attention.shape[1]
-            return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(
-                0, 1
-            )
+            return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(0, 1)
         request = call.describe()
         assert isinstance(request, SeenAttention)
         return weigh(edit.attention, values_of(request, module)[:, list(edit.heads)])
 
     edited = _edit_rows(rows, edits, exchange)
-    return call.with_heads(
-        from_rows(edited, call.heads.shape[:-2], module, call.heads_axis)
-    )
+    return call.with_heads(from_rows(edited, call.heads.shape[:-2], module, call.heads_axis))
 
 
-def edit_gated(
-    attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor
-) -> Tensor:
+def edit_gated(attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor) -> Tensor:
     """Return the outputs of a gated layer's heads, (B, heads, N_query, d), edited."""
 
     def exchange(edit: HeadEdit) -> Tensor:
@@ -156,7 +153,9 @@ def edit_gated(
 def _edit_rows(
     heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]
 ) -> Tensor:
-    """Edit outputs of heads (rows, heads, N_query, d); ``exchange`` returns the outputs for an edit's attention."""
+    """Edit outputs of heads (rows, heads, N_query, d); ``exchange`` returns the outputs for an
+    edit's attention.
+    """
     for edit in edits:
         if isinstance(edit, HeadWatch):
             assert edit.watch is not None
@@ -180,7 +179,5 @@ def _edit_rows(
     return heads
 
 
-def _edited_alone(
-    heads: Tensor, edit: HeadEdit, exchange: Callable[[HeadEdit], Tensor]
-) -> Tensor:
+def _edited_alone(heads: Tensor, edit: HeadEdit, exchange: Callable[[HeadEdit], Tensor]) -> Tensor:
     return _edit_rows(heads, [edit], exchange)

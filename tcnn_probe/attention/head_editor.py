@@ -1,4 +1,6 @@
-"""Editing of a layer's heads and gates while it runs, as listeners decide, without changing any parameter."""
+"""Editing of a layer's heads and gates while it runs, as listeners decide, without changing any
+parameter.
+"""
 
 import math
 import sys
@@ -63,7 +65,8 @@ Result = TypeVar("Result")
 
 # Edits need no grids, so that the grids of queries and keys are not determined.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
-# Aliases of the function that computes gates from lambda, in GPSA, in ConViT and in layers derived from them.
+# Aliases of the function that computes gates from lambda, in GPSA, in ConViT and in layers derived
+# from them.
 _SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
 # Functions through which lambda may pass before the sigmoid: they keep the order of the heads.
 _SAME_NUMBERS = {
@@ -74,16 +77,21 @@ _SAME_NUMBERS = {
     Tensor.float,
     Tensor.double,
 }
-# Ablations may begin and end in any thread and share the editor of a layer. Copies of a layer have no editor.
+# Ablations may begin and end in any thread and share the editor of a layer. Copies of a layer have
+# no editor.
 _LOCK = threading.RLock()
 _EDITORS: WeakKeyDictionary[nn.Module, "HeadEditor"] = WeakKeyDictionary()
 
 next_order = count().__next__
-"""Return the position of a new listener that edits among all: the most recent one that names a head edits it."""
+"""Return the position of a new listener that edits among all: the most recent one that names a head
+edits it.
+"""
 
 
 class HeadListener:
-    """Listener to the calls of one layer, which may return an edit of each attention. Override what you need."""
+    """Listener to the calls of one layer, which may return an edit of each attention. Override what
+    you need.
+    """
 
     layer = ""
     """Name of the layer, for errors."""
@@ -104,7 +112,9 @@ class HeadListener:
         """Handle the end of a call of the layer."""
 
     def add_terms(self, call: "LayerCall", output: Tensor) -> Tensor:
-        """Return the layer's output, images first, with terms added in place of heads that are zero."""
+        """Return the layer's output, images first, with terms added in place of heads that are
+        zero.
+        """
         return output
 
 
@@ -117,8 +127,10 @@ class LayerCall(Call):
         attentions: Number of attentions so far.
         answers: Edits by number of the attention; each head belongs to one edit.
         answered: Listeners that expected an attention of this call.
-        objection: Reason why an edited softmax is not attention between tokens; "" if there is none.
-        tracker: Products of the call, which show what edited softmaxes, by number, are multiplied with.
+        objection: Reason why an edited softmax is not attention between tokens; "" if there is
+            none.
+        tracker: Products of the call, which show what edited softmaxes, by number, are multiplied
+            with.
     """
 
     listeners: Sequence[tuple[int, HeadListener]] = ()
@@ -163,12 +175,15 @@ class LayerCall(Call):
         return False
 
     def sees(self, call: TorchCall) -> Sequence[Answer]:
-        """Return edits of an attention, or check whether an edited softmax is multiplied with values."""
+        """Return edits of an attention, or check whether an edited softmax is multiplied with
+        values.
+        """
         if self.over:
             return ()
         if call.is_fused:
             return self._edits(call) if self.may_edit() else ()
-        # describe() reads and reshapes tensors, which other function modes would take for operations of the model.
+        # describe() reads and reshapes tensors, which other function modes would take for
+        # operations of the model.
         with DisableTorchFunction():
             request = call.describe()
         if isinstance(request, SeenProduct):
@@ -183,7 +198,8 @@ class LayerCall(Call):
     def _edits(self, call: TorchCall) -> Sequence[Answer]:
         module = self.module
         leading, queries = call.heads.shape[:-2], call.heads.shape[-2]
-        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and nothing is edited.
+        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and
+        # nothing is edited.
         heads = heads_axis(leading, module, call.heads_axis)[1]
         if queries == call.keys and is_between_channels(call.keys, heads, self.inputs):
             return ()
@@ -206,7 +222,9 @@ class LayerCall(Call):
         return self.ask(attention)
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
-        """Note which heads are whose, and wait until an edited softmax is multiplied with values."""
+        """Note which heads are whose, and wait until an edited softmax is multiplied with
+        values.
+        """
         own = {listener for _, listener in self.listeners}
         answers = [answer for answer in answers if answer.listener in own]
         if not answers:
@@ -233,9 +251,7 @@ class HeadEditor(Calls[LayerCall]):
         self.has_edited = False
 
     @classmethod
-    def add(
-        cls, module: nn.Module, listener: HeadListener, order: int | None = None
-    ) -> None:
+    def add(cls, module: nn.Module, listener: HeadListener, order: int | None = None) -> None:
         """Add a listener to a layer, the last one unless ``order`` is its position among all."""
         order = next_order() if order is None else order
         with _LOCK:
@@ -261,9 +277,7 @@ class HeadEditor(Calls[LayerCall]):
 
     @classmethod
     @contextmanager
-    def attached_to(
-        cls, module: nn.Module, listeners: Sequence[HeadListener]
-    ) -> Iterator[None]:
+    def attached_to(cls, module: nn.Module, listeners: Sequence[HeadListener]) -> Iterator[None]:
         """Add listeners to a layer inside the ``with``."""
         try:
             for listener in listeners:
@@ -274,10 +288,13 @@ class HeadEditor(Calls[LayerCall]):
                 cls.remove(module, listener)
 
     def attach(self) -> None:
-        """Add hooks to the layer and, in a gated layer, to the submodules between which the heads are separate."""
+        """Add hooks to the layer and, in a gated layer, to the submodules between which the heads
+        are separate.
+        """
         super().attach()
         if isinstance(self.module, GPSA):
-            # It forms the outputs of single heads only if a hook asks for them, which is not before the first edit.
+            # It forms the outputs of single heads only if a hook asks for them, which is not before
+            # the first edit.
             self._handles.append(
                 add_hook(self.module.head_keys, self._ask_before_heads, after=True)
             )
@@ -291,16 +308,20 @@ class HeadEditor(Calls[LayerCall]):
         """Start editing in this call."""
         call.listeners = self._listeners
         gates = self.gates(call.listeners)
-        # The softmaxes of gated attention are only parts of it: heads are edited after these are combined.
+        # The softmaxes of gated attention are only parts of it: heads are edited after these are
+        # combined.
         is_gated = isinstance(self.module, GATED_LAYERS)
-        # Attention in nested tensors cannot be edited, and torch's fast path for it needs that there is no mode.
+        # Attention in nested tensors cannot be edited, and torch's fast path for it needs that
+        # there is no mode.
         if not any(map(is_nested, call.args)):
             call.scope.open(self.module, None if is_gated else call, gates)
 
     def gates(
         self, listeners: Sequence[tuple[int, HeadListener]] | None = None
     ) -> "list[_GateEditor]":
-        """Return the mode that changes gates, if any are changed. The last listener takes precedence."""
+        """Return the mode that changes gates, if any are changed. The last listener takes
+        precedence.
+        """
         forced: dict[int, float] = {}
         for _, listener in self._listeners if listeners is None else listeners:
             forced |= listener.gates()
@@ -311,9 +332,7 @@ class HeadEditor(Calls[LayerCall]):
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, which may add terms to the output."""
         if call.tracker.waiting:
-            call.objection = (
-                call.objection or "a softmax that is not multiplied with values"
-            )
+            call.objection = call.objection or "a softmax that is not multiplied with values"
         for _, listener in call.listeners:
             listener.returned(call, output)
         adding = [
@@ -329,9 +348,7 @@ class HeadEditor(Calls[LayerCall]):
             edited = listener.add_terms(call, edited)
         return with_first_tensor(output, images_first(call.module, edited))
 
-    def _ask_before_heads(
-        self, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _ask_before_heads(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Ask the listeners about a GPSA layer's attention, once its keys are known."""
         call, layer = self.current(), self.module
         if call is None:
@@ -346,9 +363,7 @@ class HeadEditor(Calls[LayerCall]):
 
     def _edit_outputs(self, layer: GPSA) -> None:
         self.has_edited = True
-        self._handles.append(
-            add_hook(layer.head_outputs, self._edit_head_outputs, after=True)
-        )
+        self._handles.append(add_hook(layer.head_outputs, self._edit_head_outputs, after=True))
 
     def _edit_head_outputs(
         self, module: nn.Module, args: Any, kwargs: Any, heads: Tensor
@@ -356,10 +371,10 @@ class HeadEditor(Calls[LayerCall]):
         call = self.current()
         return None if call is None else _edit_gated_heads(call, heads)
 
-    def _edit_projected(
-        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Any
-    ) -> Any:
-        """Edit heads of ConViT, which are side by side where they are projected: (B, N, heads * d)."""
+    def _edit_projected(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Any) -> Any:
+        """Edit heads of ConViT, which are side by side where they are projected: (B, N, heads *
+        d).
+        """
         call = self.current()
         if call is None or not args:
             return None
@@ -378,9 +393,11 @@ def is_edited(layer: nn.Module) -> bool:
 
 
 def run_with_gates(layer: nn.Module, function: Callable[[], Result]) -> Result:
-    """Call a function that computes with a layer's parameters, with the gates that listeners force in its calls.
+    """Call a function that computes with a layer's parameters, with the gates that listeners force
+    in its calls.
 
-    Only modes that this enters see the function, even where torch functions are hidden from all modes.
+    Only modes that this enters see the function, even where torch functions are hidden from all
+    modes.
     """
     editor = _EDITORS.get(layer)
     gates = [] if editor is None else editor.gates()
@@ -391,9 +408,7 @@ def _first_input(call: LayerCall) -> Tensor:
     return next(x for x in call.inputs if isinstance(x, Tensor))
 
 
-def _gated_attention(
-    layer: nn.Module, x: Tensor, sizes: tuple[int, int, int]
-) -> GatedAttention:
+def _gated_attention(layer: nn.Module, x: Tensor, sizes: tuple[int, int, int]) -> GatedAttention:
     def describe() -> Any:
         return run_with_gates(layer, lambda: gated_attention_of(layer, x).parts)
 
@@ -408,7 +423,9 @@ def _gated_attention(
 
 
 def _ask_once(call: LayerCall, sizes: tuple[int, int, int]) -> Sequence[Answer]:
-    """Return the edits of a gated layer's attention of these sizes (B, heads, N_query), and ask for them at first."""
+    """Return the edits of a gated layer's attention of these sizes (B, heads, N_query), and ask for
+    them at first.
+    """
     if 0 not in call.answers:
         x = _first_input(call)[: sizes[0]]
         call.answers[0] = owned(call.ask(_gated_attention(call.module, x, sizes)))
@@ -427,9 +444,11 @@ def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor | None:
 
 
 class _GateEditor(TorchFunctionMode):
-    """Mode that follows the gating parameter of a layer to its sigmoid, and replaces the gates of some heads.
+    """Mode that follows the gating parameter of a layer to its sigmoid, and replaces the gates of
+    some heads.
 
-    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is not changed.
+    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,),
+    which is not changed.
 
     Args:
         gating: The parameter lambda.
@@ -486,10 +505,10 @@ def with_first_tensor(output: Any, first: Tensor) -> Any:
 
 
 def images_first(module: nn.Module, output: Tensor) -> Tensor:
-    """Return a layer's output with the images along its first axis; a second call restores the original axes."""
+    """Return a layer's output with the images along its first axis; a second call restores the
+    original axes.
+    """
     is_swapped = (
-        isinstance(module, nn.MultiheadAttention)
-        and not module.batch_first
-        and output.ndim == 3
+        isinstance(module, nn.MultiheadAttention) and not module.batch_first and output.ndim == 3
     )
     return output.transpose(0, 1) if is_swapped else output

@@ -1,4 +1,5 @@
-"""Layout of the tokens of an attention: class and register tokens first, then words, then a grid in raster order.
+"""Layout of the tokens of an attention: class and register tokens first, then words, then a grid in
+raster order.
 
 Tokens are put in this order when an attention is reconstructed.
 """
@@ -31,8 +32,8 @@ class Arrangement:
 
     Args:
         before, after: Numbers of tokens before and after the patches.
-        order: Indices of the tokens in the order of a :class:`Layout`: a class token, other special tokens, words, and
-            then patches.
+        order: Indices of the tokens in the order of a :class:`Layout`: a class token, other special
+            tokens, words, and then patches.
         words: Number of words.
         class_token: Whether the first token in this order may be a class token.
     """
@@ -46,21 +47,26 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Layout:
-    """Description of the tokens of an attention: the grids of its queries and keys, and the other tokens.
+    """Description of the tokens of an attention: the grids of its queries and keys, and the other
+    tokens.
 
     Args:
         queries, keys: Grids of queries and keys; None if a grid is unknown.
         reason: Reason why one of them is None; empty if both are known.
-        advice: Options with which the user can give a grid that was not found; empty if there are none.
-        asking: Kind of the queries: tokens of the image (or only its class token), learnt latents, words, or class
-            tokens, one for each class.
+        advice: Options with which the user can give a grid that was not found; empty if there are
+            none.
+        asking: Kind of the queries: tokens of the image (or only its class token), learnt latents,
+            words, or class tokens, one for each class.
         words: Number of words, which are the last ones of the tokens before the grid of keys.
-        cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
+        cut: Positions of the windows in the image; None if unknown, or if the only window is the
+            image.
         query_cut: Positions of the queries' windows, which may lie on another grid than the keys.
-        order: Indices of the model's queries and keys in the order of this layout, shapes (N_query,) and (N_key,); None
-            if this is the model's own order.
-        class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
-        distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
+        order: Indices of the model's queries and keys in the order of this layout, shapes
+            (N_query,) and (N_key,); None if this is the model's own order.
+        class_token: Whether the first token before the grid, if there is one, is a class token, not
+            a register.
+        distillation_token: Whether the second token before the grid, if there is one, is a
+            distillation token.
     """
 
     queries: Tokens | None
@@ -87,14 +93,14 @@ class Layout:
 
     @property
     def uniform_distance(self) -> float | None:
-        """Mean distance between all queries and all keys on the grids, in float64; None if a grid is unknown."""
+        """Mean distance between all queries and all keys on the grids, in float64; None if a grid
+        is unknown.
+        """
         if self.queries is None or self.keys is None:
             return None
         return _mean_distance(self.queries, self.keys)
 
-    def distances(
-        self, queries: slice, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def distances(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return distances ``||delta_ij||`` from some queries to all keys, shape (queries, keys).
 
         Rows and columns of class and register tokens hold meaningless numbers.
@@ -104,19 +110,13 @@ class Layout:
         assert self.keys is not None
         query_y, query_x = self.queries.positions(dtype, device)
         key_y, key_x = self.keys.positions(dtype, device)
-        return torch.hypot(
-            key_y - query_y[queries, None], key_x - query_x[queries, None]
-        )
+        return torch.hypot(key_y - query_y[queries, None], key_x - query_x[queries, None])
 
-    def frame_distances(
-        self, queries: slice, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def frame_distances(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return distances in frames from some queries to all keys, like :meth:`distances`."""
         assert self.queries is not None
         assert self.keys is not None
-        asking, keys = (
-            side.frame_numbers(device) for side in (self.queries, self.keys)
-        )
+        asking, keys = (side.frame_numbers(device) for side in (self.queries, self.keys))
         return (keys - asking[queries, None]).abs().to(dtype)
 
 
@@ -130,10 +130,10 @@ def _mean_distance(queries: Tokens, keys: Tokens) -> float:
 
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct distances along one axis and their numbers of pairs, which avoids an N x N table."""
-    distances, pairs = np.unique(
-        np.abs(keys[None, :] - queries[:, None]), return_counts=True
-    )
+    """Return the distinct distances along one axis and their numbers of pairs, which avoids an N x
+    N table.
+    """
+    distances, pairs = np.unique(np.abs(keys[None, :] - queries[:, None]), return_counts=True)
     return distances, pairs.astype(np.float64)
 
 
@@ -143,7 +143,8 @@ class GivenTokens:
 
     Args:
         prefix: Number of class and register tokens before the grid.
-        class_token: Position of the class token, the "first" or the "last" of all tokens, or "none".
+        class_token: Position of the class token, the "first" or the "last" of all tokens, or
+            "none".
         grid: Rows and columns of patches.
 
     Raises:
@@ -173,7 +174,8 @@ class GivenTokens:
     def around(self) -> tuple[int, int] | None:
         """Numbers of tokens before and after the grid; None if the user does not give them."""
         if self.class_token == "last":
-            # The class token comes after the grid, and prefix_tokens counts registers before the grid.
+            # The class token comes after the grid, and prefix_tokens counts registers before the
+            # grid.
             return self.prefix or 0, 1
         if self.prefix is None:
             return (1, 0) if self.class_token == "first" else None
@@ -207,8 +209,8 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
     class_token = bool(
         getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
     )
-    # A model with parameters for registers but no other tokens, such as AuraFlow, has no class token. Models with a
-    # class token call it "cls", "class_token" or, in users' models, "token".
+    # A model with parameters for registers but no other tokens, such as AuraFlow, has no class
+    # token. Models with a class token call it "cls", "class_token" or, in users' models, "token".
     parameters = {x for m in modules for x, _ in m.named_parameters(recurse=False)}
     registers = {name for name in parameters if "register" in name}
     tokens = " ".join(parameters - registers)
@@ -218,7 +220,5 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
         class_token = user.class_token != "none"
     # These are the names in timm and in transformers.
     names = ("dist_token", "distillation_token")
-    distilled = any(
-        isinstance(getattr(m, name, None), Tensor) for m in modules for name in names
-    )
+    distilled = any(isinstance(getattr(m, name, None), Tensor) for m in modules for name in names)
     return SpecialTokens(around, class_token, distilled, user)

@@ -1,4 +1,6 @@
-"""Listener that keeps the attention maps of chosen heads and queries in one forward, on the grids of the layers."""
+"""Listener that keeps the attention maps of chosen heads and queries in one forward, on the grids
+of the layers.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -24,14 +26,13 @@ Grid = tuple[int, ...]
 Pixels = Sequence[tuple[int, ...]]
 Indices = range | list[int]
 
-# Number of queries whose weights are computed at once if all are kept, so that unselected heads take little memory.
+# Number of queries whose weights are computed at once if all are kept, so that unselected heads
+# take little memory.
 _QUERIES_AT_ONCE = 64
 
 # Largest memory in use at a time, relative to that of the result.
 _PEAK = 1.2
-_SMALLER = (
-    "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images"
-)
+_SMALLER = "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images"
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class MapSelection:
     """Selection of queries and heads whose maps are kept.
 
     Args:
-        queries: Pixels (y, x) of images, or (frame, y, x) of videos; None for all queries, empty for class tokens only.
+        queries: Pixels (y, x) of images, or (frame, y, x) of videos; None for all queries, empty
+            for class tokens only.
         heads: Indices of heads; None for all.
         fields: Receptive fields, which give the positions of cells in the images.
         frames: Number of frames of the videos; 1 for images.
-        mixing: Linear layers that mix heads, by name of the layer with these heads; others are not mixed.
+        mixing: Linear layers that mix heads, by name of the layer with these heads; others are not
+            mixed.
     """
 
     queries: Pixels | None
@@ -67,15 +70,11 @@ class MapSelection:
         """Return row-major indices of the queries in a grid that comes after ``prefix`` tokens."""
         if self.queries is None:
             return range(prefix, prefix + math.prod(grid))
-        return [
-            prefix + int(np.ravel_multi_index(cell, grid)) for cell in self.cells(grid)
-        ]
+        return [prefix + int(np.ravel_multi_index(cell, grid)) for cell in self.cells(grid)]
 
     def heads_of(self, count: int) -> list[int]:
         """Return the selected heads of a layer with ``count`` heads."""
-        return [
-            head for head in range(count) if self.heads is None or head in self.heads
-        ]
+        return [head for head in range(count) if self.heads is None or head in self.heads]
 
     def mixed(self, weights: Tensor, layer: str) -> Tensor:
         """Return attention (B, heads, n, keys) after the layer's mixing of heads, if it has one."""
@@ -83,16 +82,15 @@ class MapSelection:
         mixing = self.mixing.get(layer.split("#")[0])
         if mixing is None:
             return weights
-        # The linear layer is not called, because its hooks would take the call for a part of the forward.
+        # The linear layer is not called, because its hooks would take the call for a part of the
+        # forward.
         bias = None if mixing.bias is None else mixing.bias.to(weights)
         by_head = F.linear(weights.movedim(1, -1), mixing.weight.to(weights), bias)
         return by_head.movedim(-1, 1)
 
     def select_heads(self, values: Tensor) -> Tensor:
         """Return values of the selected heads, which are along dimension 1."""
-        return (
-            values if self.heads is None else values[:, self.heads_of(values.shape[1])]
-        )
+        return values if self.heads is None else values[:, self.heads_of(values.shape[1])]
 
 
 @dataclass
@@ -102,7 +100,8 @@ class LayerMaps:
     Args:
         layer: Name of the layer.
         heads: Number of heads of the layer, selected or not.
-        keys, queries: Grids over the image or video; ``queries`` is None if the queries have no grid.
+        keys, queries: Grids over the image or video; ``queries`` is None if the queries have no
+            grid.
         arrays: Maps by variable, shape (B, heads, ..., *keys).
         gate: Gates of the selected heads, shape (heads,); None if there are no gates.
     """
@@ -149,13 +148,14 @@ class MapKeeper(AttentionListener):
         """Raise ValueError, after the forward, if all maps together are too large."""
         if self._bytes > self._max_bytes:
             raise ValueError(
-                f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got {self._bytes / 1e9:.2f} GB: "
-                f"{_SMALLER}, or a larger max_bytes"
+                f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got "
+                f"{self._bytes / 1e9:.2f} GB: {_SMALLER}, or a larger max_bytes"
             )
         if self._bytes > self._room:
             raise ValueError(
-                f"expected maps that fit into the {self._room * _PEAK / 1e9:.2f} GB of memory that are free, got "
-                f"{self._bytes / 1e9:.2f} GB, for which {_PEAK} times as much is needed: {_SMALLER}"
+                f"expected maps that fit into the {self._room * _PEAK / 1e9:.2f} GB of memory that "
+                f"are free, got {self._bytes / 1e9:.2f} GB, for which {_PEAK} times as much is "
+                f"needed: {_SMALLER}"
             )
 
     def attends(self, attention: Attention) -> None:
@@ -192,37 +192,32 @@ class MapKeeper(AttentionListener):
         # The class token is a single query, whose axis is removed.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
-        if (
-            "attention" in arrays
-            and queries is not None
-            and self._selection.queries is None
-        ):
+        if "attention" in arrays and queries is not None and self._selection.queries is None:
             arrays["attention"] = arrays["attention"].unflatten(2, queries)
         gate = attention.gate
         if gate is not None:
             gate = self._selection.select_heads(gate[None])[0].double().cpu()
-        self._shown.append(
-            LayerMaps(attention.name, attention.heads, keys, queries, arrays, gate)
-        )
+        self._shown.append(LayerMaps(attention.name, attention.heads, keys, queries, arrays, gate))
 
     def ends(self, layers: Collection[str], output: Any) -> None:
         """Keep the maps of softmaxes that turned out to be attention."""
         self.maps += [maps for maps in self._shown if maps.layer in layers]
         self._shown = []
         # The stream gives the reasons why other softmaxes are not attention.
-        self.missing = {
-            layer: reason for layer, reason in self.missing.items() if layer in layers
-        }
+        self.missing = {layer: reason for layer, reason in self.missing.items() if layer in layers}
 
     def _rows(self, attention: Attention, queries: Grid | None) -> dict[str, Indices]:
-        """Return the queries to keep by variable, as indices or, in windows, as cells in the image."""
+        """Return the queries to keep by variable, as indices or, in windows, as cells in the
+        image.
+        """
         rows: dict[str, Indices] = {}
         token = attention.class_query
         if token is not None and not attention.in_windows:
             rows["class_attention"] = range(token, token + 1)
         if attention.layout.asking == "classes":
             rows["attention_by_class"] = range(attention.queries)
-        # The attention of object queries, latents and words can be drawn although these have no place in the image.
+        # The attention of object queries, latents and words can be drawn although these have no
+        # place in the image.
         elif (
             queries is None
             and token is None
@@ -238,7 +233,9 @@ class MapKeeper(AttentionListener):
 
 
 def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
-    """Return the grids of keys and queries over the whole image, and the reason if a grid is unknown."""
+    """Return the grids of keys and queries over the whole image, and the reason if a grid is
+    unknown.
+    """
     layout, cut = attention.layout, attention.cut
     if not attention.in_windows:
         queries = layout.queries
@@ -247,7 +244,8 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             _with_frames(queries.size if queries else None, queries),
             layout.reason,
         )
-    # If the windows known for the module's class are not those of this call, keys would be placed wrongly.
+    # If the windows known for the module's class are not those of this call, keys would be placed
+    # wrongly.
     if cut is None or cut.cells().shape != (attention.windows, attention.keys):
         return (
             None,
@@ -261,17 +259,20 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
 
 
 def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
-    """Return the size of a grid, with the number of frames if these are stacked vertically in it."""
+    """Return the size of a grid, with the number of frames if these are stacked vertically in
+    it.
+    """
     if size is None or tokens is None or tokens.frames == 1:
         return size
     return tokens.frames, size[0] // tokens.frames, size[1]
 
 
-def _maps_of_images(
-    attention: Attention, queries: Indices, selection: MapSelection
-) -> Tensor:
-    """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows, columns)."""
-    # Chosen queries are processed one by one; if all queries are kept, many consecutive ones are processed at a time.
+def _maps_of_images(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
+    """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows,
+    columns).
+    """
+    # Chosen queries are processed one by one; if all queries are kept, many consecutive ones are
+    # processed at a time.
     slices = [slice(index, index + 1) for index in queries]
     if isinstance(queries, range):
         slices = [
@@ -293,10 +294,10 @@ def _maps_of_images(
     return maps
 
 
-def _maps_in_windows(
-    attention: Attention, queries: Indices, selection: MapSelection
-) -> Tensor:
-    """Return attention of some cells of the image's grid to all its cells: (B, heads, queries, rows, columns)."""
+def _maps_in_windows(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
+    """Return attention of some cells of the image's grid to all its cells: (B, heads, queries,
+    rows, columns).
+    """
     assert attention.cut is not None
     assert attention.query_cut is not None
     cells, asking = attention.cut.cells(), attention.query_cut.cells()

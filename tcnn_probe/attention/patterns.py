@@ -1,4 +1,6 @@
-"""Sums over images of the attention of each head, from which its anatomy and content information are computed."""
+"""Sums over images of the attention of each head, from which its anatomy and content information
+are computed.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -41,10 +43,10 @@ class Sums(NamedTuple):
     Args:
         attention: Sum of A, shape (heads, queries, keys).
         entropy: Sum of -sum_j A_ij log A_ij, shape (heads, queries).
-        images: Number of images that count for each query, shape (heads, queries): those in which the query is no
-            padding and its attention is not NaN.
-        mean_entropy: Sum of the entropy of the mean of A over the queries of a window that count, shape (heads,
-            windows); without windows unless the parts of selectivity are measured.
+        images: Number of images that count for each query, shape (heads, queries): those in which
+            the query is no padding and its attention is not NaN.
+        mean_entropy: Sum of the entropy of the mean of A over the queries of a window that count,
+            shape (heads, windows); without windows unless the parts of selectivity are measured.
     """
 
     attention: Any
@@ -55,25 +57,29 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Sums over images of the attention A of some queries, which content information is computed from.
+    """Sums over images of the attention A of some queries, which content information is computed
+    from.
 
     Args:
-        attention: Sum of A over images with even and with odd numbers, from which the two halves are compared, or over
-            all images, shape (2 or 1, heads, queries, keys); a tensor, or an array.
-        rows: Sums of the other fields of :class:`Sums`, one after the other, (2 or 1, heads, 2 queries + windows).
+        attention: Sum of A over images with even and with odd numbers, from which the two halves
+            are compared, or over all images, shape (2 or 1, heads, queries, keys); a tensor, or an
+            array.
+        rows: Sums of the other fields of :class:`Sums`, one after the other, (2 or 1, heads, 2
+            queries + windows).
         batch: Number of images, whether they count or not.
-        visible: Number of images in which a mask leaves each key visible to each query, shape (queries, keys), or a
-            single number.
-        queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN for class and
-            register tokens; None if no grid is known.
+        visible: Number of images in which a mask leaves each key visible to each query, shape
+            (queries, keys), or a single number.
+        queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN
+            for class and register tokens; None if no grid is known.
         size: Size of the images; only patterns with the same size can be added.
-        population: Number of queries of each window from which the queries were sampled: equally many from each, one
-            window after the other.
+        population: Number of queries of each window from which the queries were sampled: equally
+            many from each, one window after the other.
         shifted: Whether windows were shifted, so that queries in some of them do not see all keys.
         padding: Number of keys in the padding of gated layers, which come last.
         reason: Reason why there is no common grid; empty if there is one.
-        finish: Function of the variable's name and the pattern of an epoch, in arrays, that returns the values of each
-            head by variable, or the reason why there are none. None for content information.
+        finish: Function of the variable's name and the pattern of an epoch, in arrays, that returns
+            the values of each head by variable, or the reason why there are none. None for content
+            information.
     """
 
     attention: Any
@@ -150,14 +156,15 @@ class PatternSum:
         self._images = min(attention.images, limit)
         limit = QUERIES
         if attention.is_padded and attention.windows == 1:
-            # Some of these queries are padding, so more are sampled, as long as the sums take 512 kB per head.
+            # Some of these queries are padding, so more are sampled, as long as the sums take 512
+            # kB per head.
             limit = max(QUERIES, 1024 * QUERIES // attention.keys)
         first = attention.first_patch_query or 0
         self._sampling = attention.windows, attention.queries, limit, first
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
-        # Images with an even and with an odd number in the batch are summed separately, in the dtype of the attention:
-        # only sums over many batches need float64.
+        # Images with an even and with an odd number in the batch are summed separately, in the
+        # dtype of the attention: only sums over many batches need float64.
         self._sums = torch.zeros((2, *shape), dtype=attention.dtype, device=device)
         # Sum over the sampled queries of each window.
         self._window_sums = torch.zeros(
@@ -179,16 +186,14 @@ class PatternSum:
 
         Args:
             block: Block of the attention.
-            weights: A without a factor of each query, 0 for class and register tokens, shape (rows, heads, queries,
-                keys).
+            weights: A without a factor of each query, 0 for class and register tokens, shape (rows,
+                heads, queries, keys).
             factor: Factor of each query, shape (rows, heads, queries).
         """
         images = max(0, min(block.images.stop, self._images) - block.images.start)
         spans = [(part.start, part.stop) for part in (block.windows, block.queries)]
         heads = self._sums.shape[1]
-        sampled, index = rows_of_block(
-            self._sampling, images, heads, *spans, weights.device
-        )
+        sampled, index = rows_of_block(self._sampling, images, heads, *spans, weights.device)
         if not index.numel():
             return
         rows = weights.flatten(0, 2).index_select(0, index)
@@ -197,9 +202,7 @@ class PatternSum:
         rows.nan_to_num_()  # an image with NaN does not count, see pattern()
         # Heads of a query are side by side, for products of their rows.
         by_image = rows.view(images, -1, heads, rows.shape[1]).transpose(1, 2)
-        self._add_rows(
-            slice(block.images.start, block.images.start + images), sampled, by_image
-        )
+        self._add_rows(slice(block.images.start, block.images.start + images), sampled, by_image)
 
     def add_sampled(self) -> None:
         """Add the sampled queries of all images, if the rest of the attention is not computed."""
@@ -230,7 +233,9 @@ class PatternSum:
             self._products[images, sampled] = row_products(by_image)
 
     def _rows_of_images(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield images, as many at a time as fit into a block, with their sampled rows and the queries of each row."""
+        """Yield images, as many at a time as fit into a block, with their sampled rows and the
+        queries of each row.
+        """
         attention = self._attention
         at_once = max(1, attention.block // self._sums[0].numel())
         for start in range(0, self._images, at_once):
@@ -240,7 +245,8 @@ class PatternSum:
             yield images, rows, self._queries.repeat(len(index), 1)
 
     def add_prefix(self, prefix: Tensor) -> None:
-        """Add the attention to class and register tokens, which blocks leave out. Call this after all blocks.
+        """Add the attention to class and register tokens, which blocks leave out. Call this after
+        all blocks.
 
         Args:
             prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
@@ -254,10 +260,12 @@ class PatternSum:
             self._products[: self._images] += row_products(by_image)
 
     def similarity(self, entropy: Tensor) -> Tensor:
-        """Return the mean cosine between each head's rows and those of the other heads: shape (B, heads).
+        """Return the mean cosine between each head's rows and those of the other heads: shape (B,
+        heads).
 
         Args:
-            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
+            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not
+                count.
         """
         assert self._products is not None
         counted = entropy.isfinite().all(1, keepdim=True)
@@ -271,7 +279,8 @@ class PatternSum:
         """Return the sums. Call this once.
 
         Args:
-            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
+            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not
+                count.
         """
         attention, layout = self._attention, self._attention.layout
         by_query = self._of_sampled(entropy)
@@ -298,7 +307,9 @@ class PatternSum:
         )
 
     def _visible(self) -> Tensor | int:
-        """Return the number of images in which each key is visible to each sampled query: (queries, keys), or all."""
+        """Return the number of images in which each key is visible to each sampled query: (queries,
+        keys), or all.
+        """
         logits = self._attention.logits
         if not logits.masked:
             return self._images
@@ -311,14 +322,18 @@ class PatternSum:
         return total
 
     def _of_sampled(self, values: Tensor) -> Tensor:
-        """Return the values (rows, heads, N_query, ...) of the sampled queries: (images, heads, queries, ...)."""
+        """Return the values (rows, heads, N_query, ...) of the sampled queries: (images, heads,
+        queries, ...).
+        """
         by_window = self._attention.by_image(values)[: self._images].transpose(1, 2)
         index = sampled_index(self._sampling, values.device)
         return by_window.flatten(2, 3).index_select(2, index)
 
 
 def _halves(by_image: Tensor, first: int = 0, **dtype: torch.dtype) -> Tensor:
-    """Sum over images with even and with odd numbers, ``first`` and the following: (images, ...) -> (2, ...)."""
+    """Sum over images with even and with odd numbers, ``first`` and the following: (images, ...) ->
+    (2, ...).
+    """
     if len(by_image) % 2:
         by_image = F.pad(by_image, [0] * (2 * by_image.ndim - 1) + [1])
     halves = by_image.unflatten(0, (-1, 2)).sum(0, **dtype)
@@ -326,7 +341,9 @@ def _halves(by_image: Tensor, first: int = 0, **dtype: torch.dtype) -> Tensor:
 
 
 def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return -sum_j A_j log A_j over the last axis; ``scratch``, of the same shape, is overwritten."""
+    """Return -sum_j A_j log A_j over the last axis; ``scratch``, of the same shape, is
+    overwritten.
+    """
     # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
     smallest = torch.finfo(attention.dtype).tiny
     logarithms = torch.clamp(attention, min=smallest, out=scratch).log_()
@@ -334,7 +351,9 @@ def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
 
 
 def row_products(rows: Tensor) -> Tensor:
-    """Return dot products of the heads' rows: (images, heads, queries, keys) -> (images, queries, heads, heads)."""
+    """Return dot products of the heads' rows: (images, heads, queries, keys) -> (images, queries,
+    heads, heads).
+    """
     by_query = rows.transpose(1, 2)
     return by_query @ by_query.mT
 
@@ -342,8 +361,8 @@ def row_products(rows: Tensor) -> Tensor:
 def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
     """Return the mean cosine between each head's rows and those of the layer's other heads.
 
-    DeepViT (Zhou et al. 2021, arXiv 2103.11886) uses this cosine between attention maps, there between layers. The
-    cosine is 0 for a row from which all keys are hidden.
+    DeepViT (Zhou et al. 2021, arXiv 2103.11886) uses this cosine between attention maps, there
+    between layers. The cosine is 0 for a row from which all keys are hidden.
 
     Args:
         products: Dot products of the rows of two heads, shape (images, queries, heads, heads).
@@ -362,10 +381,9 @@ def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
     return total / (heads - 1) if heads > 1 else total * torch.nan
 
 
-def pattern_of_query(
-    attention: "Attention", weights: Tensor, entropy: Tensor
-) -> Pattern:
-    """Return sums over the images within the limit for one query of each window, such as a class token.
+def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -> Pattern:
+    """Return sums over the images within the limit for one query of each window, such as a class
+    token.
 
     Args:
         attention: Attention with this query.
@@ -385,11 +403,10 @@ def pattern_of_query(
 @lru_cache(maxsize=64)
 def places_on_grid(tokens: Tokens) -> np.ndarray:
     """Return row and column of each token, (count, 2); NaN for tokens before the grid."""
-    places = torch.stack(
-        tokens.positions(torch.float64, torch.device("cpu")), 1
-    ).numpy()
+    places = torch.stack(tokens.positions(torch.float64, torch.device("cpu")), 1).numpy()
     frames = tokens.frame_numbers(torch.device("cpu")).numpy()
-    # Frames are placed at distances of twice their height, so that different offsets in space and time stay different.
+    # Frames are placed at distances of twice their height, so that different offsets in space and
+    # time stay different.
     places[:, 0] += 2 * tokens.spacing[0] * tokens.rows * frames
     places[: tokens.prefix] = np.nan
     places.flags.writeable = False  # all attentions with this grid share the array

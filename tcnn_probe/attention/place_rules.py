@@ -1,7 +1,9 @@
-"""Rules by which torch functions move the places of pixels, see :mod:`tcnn_probe.attention.token_order`.
+"""Rules by which torch functions move the places of pixels, see
+:mod:`tcnn_probe.attention.token_order`.
 
-A rule computes the places of a function's outputs from those of its inputs: it moves, averages or keeps them. Equal
-places of images and channels are expanded views with a stride of 0, which rules do not copy.
+A rule computes the places of a function's outputs from those of its inputs: it moves, averages or
+keeps them. Equal places of images and channels are expanded views with a stride of 0, which rules
+do not copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,7 +103,9 @@ def _move(call: Call) -> Sequence[Places]:
 
 
 def _turn(call: Call) -> Sequence[Places]:
-    """Track roll and flip, which keep axes, so that equal places along an axis need not be copied."""
+    """Track roll and flip, which keep axes, so that equal places along an axis need not be
+    copied.
+    """
     assert call.places[0] is not None
     turned = call.func(unexpanded(call.places[0]), *call.args[1:], **call.kwargs)
     return [turned.expand(call.shape)]
@@ -142,7 +146,9 @@ def _join(call: Call) -> Sequence[Places]:
 
 
 def _sample(call: Call) -> Sequence[Places]:
-    """Assign to samples the places of the queries that determine where deformable attention takes them."""
+    """Assign to samples the places of the queries that determine where deformable attention takes
+    them.
+    """
     grid = call.places[1]
     if grid is None:
         return []
@@ -156,9 +162,7 @@ def written_places(call: Call) -> Tensor:
     *indices, value = call.args[1:]
     if isinstance(value, Tensor):
         places = next(
-            place
-            for tensor, place in zip(call.inputs, call.places, strict=True)
-            if tensor is value
+            place for tensor, place in zip(call.inputs, call.places, strict=True) if tensor is value
         )
         value = _unknown(value.shape) if places is None else places
     else:
@@ -190,11 +194,14 @@ def _multiply(call: Call) -> Sequence[Places]:
 
 
 def agreed(name: str, places: Tensor, call: Call) -> Tensor:
-    """Return the numbers of rows after a function of elements; infinity where it mixes rows, as mixup does."""
+    """Return the numbers of rows after a function of elements; infinity where it mixes rows, as
+    mixup does.
+    """
     if name in _RULES or len(call.inputs) < 2:
         return places
     for tensor, numbers in zip(call.inputs, call.places, strict=True):
-        # What is broadcast, such as a mean over the batch, leaves each row its image. Learnt tokens have no row.
+        # What is broadcast, such as a mean over the batch, leaves each row its image. Learnt tokens
+        # have no row.
         if numbers is None or tensor.shape != places.shape:
             continue
         differ = (unexpanded(places) - unexpanded(numbers)).abs() > 1e-9
@@ -204,7 +211,9 @@ def agreed(name: str, places: Tensor, call: Call) -> Tensor:
 
 
 def contracted(call: Call) -> Places:
-    """Return the numbers of rows after einsum: those on which all operands with known rows agree; None if unknown."""
+    """Return the numbers of rows after einsum: those on which all operands with known rows agree;
+    None if unknown.
+    """
     equation = call.args[0]
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None
@@ -237,7 +246,9 @@ def _attend(call: Call) -> Sequence[Places]:
 
 
 def _resample(call: Call) -> Sequence[Places]:
-    """Track a convolution, pooling or interpolation of (B, C, H, W) or (B, C, T, H, W), with any kernel."""
+    """Track a convolution, pooling or interpolation of (B, C, H, W) or (B, C, T, H, W), with any
+    kernel.
+    """
     places, size = call.places[0], call.shape[2:]
     assert places is not None
     if places.isinf().any():
@@ -251,7 +262,8 @@ def _resample(call: Call) -> Sequence[Places]:
         pixels = F.interpolate(pixels, size, mode=mode, align_corners=True)
     elif size != places.shape[2:]:
         pool: Any = F.adaptive_avg_pool3d if is_video else F.adaptive_avg_pool2d
-        # Pooling would spread the NaN of padding, so sums and numbers of valid pixels are pooled separately.
+        # Pooling would spread the NaN of padding, so sums and numbers of valid pixels are pooled
+        # separately.
         shares = pool((~pixels.isnan()).double(), size)
         pixels = pool(pixels.nan_to_num(), size) / shares
     return [pixels.expand(call.shape)]
@@ -263,15 +275,16 @@ def _embed(call: Call) -> Sequence[Places]:
 
 
 def _beside(call: Call) -> Sequence[Places]:
-    """Track a function of elements or of each token's channels: use the places of the first input from the image."""
+    """Track a function of elements or of each token's channels: use the places of the first input
+    from the image.
+    """
     shape = call.shape
     for tensor, places in zip(call.inputs, call.places, strict=True):
         if places is None or _is_nowhere(places):
             continue
-        # Words that are broadcast over all tokens, such as the mean of words, do not turn the tokens into words.
-        is_spread = tensor.shape[:-1] != shape[:-1] and bool(
-            (unexpanded(places) < 0).any()
-        )
+        # Words that are broadcast over all tokens, such as the mean of words, do not turn the
+        # tokens into words.
+        is_spread = tensor.shape[:-1] != shape[:-1] and bool((unexpanded(places) < 0).any())
         if is_spread:
             continue
         if _broadcasts(tensor.shape, shape):
@@ -294,14 +307,13 @@ def places_of_tokens(places: Places) -> Places:
     """Return the places of the tokens of the first image and head, shape (N,), of (..., N, d)."""
     while places is not None and places.ndim > 2:
         places = places[0]
-    return (
-        None if places is None else unexpanded(places).nanmean(-1).expand(len(places))
-    )
+    return None if places is None else unexpanded(places).nanmean(-1).expand(len(places))
 
 
 def pixel_numbers(count: int) -> Tensor:
     """Return the numbers of ``count`` pixels, shape (count,)."""
-    # Numbers are on the CPU, to use no memory of a GPU and not to wait for it, and in float64, which is exact for them.
+    # Numbers are on the CPU, to use no memory of a GPU and not to wait for it, and in float64,
+    # which is exact for them.
     return torch.arange(count, dtype=torch.float64, device="cpu")
 
 
@@ -331,11 +343,7 @@ def is_transpose(view: Tensor, x: Tensor) -> bool:
     """Return whether a tensor is a view of another with the last two axes exchanged."""
     is_view = view.ndim == x.ndim and view.data_ptr() == x.data_ptr()
     exchanged = x.mT
-    return (
-        is_view
-        and view.shape == exchanged.shape
-        and view.stride() == exchanged.stride()
-    )
+    return is_view and view.shape == exchanged.shape and view.stride() == exchanged.stride()
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -370,9 +378,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 # Rules by name, because functions and methods of tensors have the same names.
 _RULES: Mapping[str, Callable[[Call], Sequence[Places]]] = {
-    **dict.fromkeys(
-        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"), _reshape
-    ),
+    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"), _reshape),
     **dict.fromkeys(("squeeze", "unsqueeze", "ravel"), _reshape),
     # Properties such as mT are read by __get__.
     **dict.fromkeys(("__get__", "__getitem__", "narrow", "select", "unbind"), _move),

@@ -1,7 +1,8 @@
-"""Reconstruction of softmax attention from calls of torch, its distinction from other softmaxes, and its verification.
+"""Reconstruction of softmax attention from calls of torch, its distinction from other softmaxes,
+and its verification.
 
-An attention is reconstructed as (rows, heads, N_query, N_key), and compared once with the model's own. Only a later
-matrix product shows whether a softmax is multiplied with values of tokens.
+An attention is reconstructed as (rows, heads, N_query, N_key), and compared once with the model's
+own. Only a later matrix product shows whether a softmax is multiplied with values of tokens.
 """
 
 import weakref
@@ -49,7 +50,8 @@ __all__ = [
     "values_of",
 ]
 
-# Number of queries that are compared with the model's own softmax: a wrong scale, mask or order of axes shows in any.
+# Number of queries that are compared with the model's own softmax: a wrong scale, mask or order of
+# axes shows in any.
 _QUERIES_TO_CHECK = 64
 # With more runs of tokens than these, an index is faster.
 _FEW_RUNS = 8
@@ -76,7 +78,8 @@ def softmax_attention_of(
     images: int | None,
     layout_of: Callable[[int, int, int], Layout],
 ) -> SoftmaxAttention:
-    """Describe a call of torch in the innermost running module as an attention between tokens on their grids.
+    """Describe a call of torch in the innermost running module as an attention between tokens on
+    their grids.
 
     Args:
         request: Description of the call.
@@ -84,7 +87,8 @@ def softmax_attention_of(
         number: Position of this attention among those of the module's call.
         running: Running modules and their inputs.
         images: Number of images whose tokens the layer gets; None if each row counts as an image.
-        layout_of: Function that finds the tokens, given the numbers of queries, of keys and of windows of an image.
+        layout_of: Function that finds the tokens, given the numbers of queries, of keys and of
+            windows of an image.
 
     Raises:
         NoTokenAttentionError: The call is not attention between tokens.
@@ -93,29 +97,24 @@ def softmax_attention_of(
     if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     # The projections belong to this module, or to one around it.
-    with_weights = (
-        x for x, _ in reversed(running) if next(x.parameters(), None) is not None
-    )
+    with_weights = (x for x, _ in reversed(running) if next(x.parameters(), None) is not None)
     around = next(with_weights, None)
     if around is not None and next(split_weights(around), None) is not None:
         raise NoTokenAttentionError(
-            "tensor parallelism splits its heads over ranks: record a copy of the model that is not split"
+            "tensor parallelism splits its heads over ranks: record a copy of the model that is "
+            "not split"
         )
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
     # A pool is recognised by its class, because it can have as many classes as patches.
-    if (
-        queries == keys
-        and not is_in_pool(running)
-        and is_between_channels(keys, heads, inputs)
-    ):
+    if queries == keys and not is_in_pool(running) and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError(_BETWEEN_CHANNELS)
     if request.value is not None:
         columns = request.value.shape[-1]
         if columns in tokens_if_channels(logits.shape, running):
             raise NoTokenAttentionError(_BETWEEN_CHANNELS)
-    # If the rows are not a multiple of the images, for example because a model selects some, each row is an image.
-    # So is each row of texts, of which there can be more than images.
+    # If the rows are not a multiple of the images, for example because a model selects some, each
+    # row is an image. So is each row of texts, of which there can be more than images.
     if not images or rows % images:
         images = rows
     windows = rows // images
@@ -131,18 +130,12 @@ def softmax_attention_of(
         logits=logits if in_order is request else logits_of(in_order, module),
         compare=partial(discrepancy, request, module),
         find_values=partial(values_of, in_order, module) if fused else None,
-        find_outputs=partial(_outputs_in_order, request, module, layout)
-        if fused
-        else None,
-        residual=partial(
-            _residual_in_order, list(running), images, queries * windows, layout
-        ),
+        find_outputs=partial(_outputs_in_order, request, module, layout) if fused else None,
+        residual=partial(_residual_in_order, list(running), images, queries * windows, layout),
     )
 
 
-def _in_order(
-    request: SeenAttention, order: tuple[Tensor, Tensor] | None
-) -> SeenAttention:
+def _in_order(request: SeenAttention, order: tuple[Tensor, Tensor] | None) -> SeenAttention:
     """Return the description with queries and keys in another order, given by their indices."""
     if order is None:
         return request
@@ -183,23 +176,19 @@ def _put(x: Tensor, dim: int, order: Tensor) -> Tensor:
     if x.shape[dim] != len(order):
         return x
     indices = order.tolist()
-    # Runs of consecutive tokens are concatenated, because an index would first have to be copied to the device.
-    starts = [
-        i for i, index in enumerate(indices) if i == 0 or index != indices[i - 1] + 1
-    ]
+    # Runs of consecutive tokens are concatenated, because an index would first have to be copied to
+    # the device.
+    starts = [i for i, index in enumerate(indices) if i == 0 or index != indices[i - 1] + 1]
     if len(starts) > _FEW_RUNS:
         return x.index_select(dim, order.to(x.device))
     ends = [*starts[1:], len(indices)]
     runs = [
-        x.narrow(dim, indices[start], end - start)
-        for start, end in zip(starts, ends, strict=True)
+        x.narrow(dim, indices[start], end - start) for start, end in zip(starts, ends, strict=True)
     ]
     return torch.cat(runs, dim) if len(runs) > 1 else x
 
 
-def _residual_in_order(
-    running: Running, images: int, count: int, layout: Layout
-) -> Tensor | None:
+def _residual_in_order(running: Running, images: int, count: int, layout: Layout) -> Tensor | None:
     """Return the tokens that enter the block, in the order of the layout's queries."""
     tokens = residual_tokens(running, images, count)
     if tokens is None or layout.order is None:
@@ -208,14 +197,13 @@ def _residual_in_order(
 
 
 @torch.no_grad()
-def discrepancy(
-    request: SeenAttention, module: nn.Module
-) -> tuple[Tensor, float] | None:
+def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
     """Compare the first row of the reconstructed attention with torch's own output.
 
     Returns:
-        The largest difference relative to torch's largest value, shape () in float32, and the largest relative
-        difference that rounding explains; None if nothing can be compared because of dropout.
+        The largest difference relative to torch's largest value, shape () in float32, and the
+        largest relative difference that rounding explains; None if nothing can be compared because
+        of dropout.
     """
     if request.output is None:
         return None
@@ -231,9 +219,7 @@ def discrepancy(
         rebuilt = torch.nan_to_num(rebuilt) @ values
         if request.finish is not None:
             rebuilt = request.finish(rebuilt)
-            expected = (
-                request.output[:, :1] if request.output.ndim == 3 else request.output
-            )
+            expected = request.output[:, :1] if request.output.ndim == 3 else request.output
         else:
             output = request.output if request.output.ndim > 2 else request.output[None]
             expected = as_rows(output, module, request.heads)[first, :, queries]
@@ -247,7 +233,8 @@ def values_of(request: SeenAttention, module: nn.Module) -> Tensor:
 
 def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
     """Return the outputs of the heads, shape (rows, heads, N_query, d_value), without dropout."""
-    # They are computed again if the projection of multi-head attention has mixed them, or after dropout.
+    # They are computed again if the projection of multi-head attention has mixed them, or after
+    # dropout.
     if request.output is None or request.finish is not None or request.output.ndim < 3:
         query, key, value = _broadcast(request)
         output = F.scaled_dot_product_attention(
@@ -257,9 +244,7 @@ def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
     return as_rows(request.output, module, request.heads)
 
 
-def _outputs_in_order(
-    request: SeenAttention, module: nn.Module, layout: Layout
-) -> Tensor:
+def _outputs_in_order(request: SeenAttention, module: nn.Module, layout: Layout) -> Tensor:
     """Return the outputs of the heads, in the order of the layout's queries."""
     outputs = _outputs_of(request, module)
     return outputs if layout.order is None else _put(outputs, -2, layout.order[0])
@@ -272,9 +257,7 @@ def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
     query, key, _ = _broadcast(request)
     mask = request.mask
     if mask is not None:
-        mask = as_rows(
-            mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads
-        )
+        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads)
     return ProductLogits(
         as_rows(query, module, request.heads),
         as_rows(key, module, request.heads),
@@ -293,28 +276,30 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
     if request.mask is not None:
         shapes.append(request.mask.shape[:-2])
-    # torch broadcasts images and heads of all four tensors, for example of a pool's learned query without images.
+    # torch broadcasts images and heads of all four tensors, for example of a pool's learned query
+    # without images.
     leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
 
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
-    """Return whether, by the shapes of the layer's inputs, the keys can only be the channels of each head."""
-    # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of each head has the size
-    # C / heads.
+    """Return whether, by the shapes of the layer's inputs, the keys can only be the channels of
+    each head.
+    """
+    # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of each head
+    # has the size C / heads.
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
 
 
-def tokens_if_channels(
-    shape: tuple[int, int, int, int], running: Running
-) -> frozenset[int]:
-    """Return the numbers of tokens of a layer if its keys may be channels of each head instead; else none.
+def tokens_if_channels(shape: tuple[int, int, int, int], running: Running) -> frozenset[int]:
+    """Return the numbers of tokens of a layer if its keys may be channels of each head instead;
+    else none.
 
-    They are channels if the values have as many columns as there are tokens (XCiT of vit-pytorch, whose heads together
-    are wider or narrower than the tokens).
+    They are channels if the values have as many columns as there are tokens (XCiT of vit-pytorch,
+    whose heads together are wider or narrower than the tokens).
     """
     (_, heads, queries, keys), (module, inputs) = shape, running[-1]
     # The sequence of torch's own layers may come first.
@@ -337,24 +322,28 @@ def tokens_if_channels(
 
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest relative difference that rounding explains."""
-    # In float32 this is far above rounding, because the comparison looks for a wrong scale, mask or order.
+    # In float32 this is far above rounding, because the comparison looks for a wrong scale, mask or
+    # order.
     return _TOLERANCE.get(dtype, 5e-3)
 
 
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference relative to the largest finite expected value, shape () in float32."""
+    """Return the largest difference relative to the largest finite expected value, shape () in
+    float32.
+    """
     # Values that are not finite come from the model, not from an error of the reconstruction.
     nonfinite = ~expected.isfinite()
     difference, size = (
-        x.masked_fill(nonfinite, 0).abs().amax().float()
-        for x in (rebuilt - expected, expected)
+        x.masked_fill(nonfinite, 0).abs().amax().float() for x in (rebuilt - expected, expected)
     )
     # The output can be zero, for example if a projection is initialised with zeros.
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class Verification:
-    """Comparisons of reconstructed attention in a forward. They are read when it has ended, as this waits for a GPU."""
+    """Comparisons of reconstructed attention in a forward. They are read when it has ended, as this
+    waits for a GPU.
+    """
 
     def __init__(self) -> None:
         self._passed: set[str] = set()
@@ -369,10 +358,10 @@ class Verification:
         """Return whether the layer's reconstruction was not verified yet."""
         return layer not in self._passed
 
-    def add(
-        self, layer: str, compared: tuple[Tensor, float] | None, mask: str = ""
-    ) -> None:
-        """Add a relative difference and its tolerance, None if nothing could be compared; and the mask's odd dtype."""
+    def add(self, layer: str, compared: tuple[Tensor, float] | None, mask: str = "") -> None:
+        """Add a relative difference and its tolerance, None if nothing could be compared; and the
+        mask's odd dtype.
+        """
         if mask:
             self._masks[layer] = mask
         if compared is not None:
@@ -396,15 +385,16 @@ class Verification:
         masks = {name: self._masks[name] for name in mismatches if name in self._masks}
         if masks:
             raise ReconstructionError(
-                f"a mask has another dtype than the queries ({masks}), for which torch's fused attention can be wrong, "
-                f"and is, by these shares of its largest value: {mismatches}; give the mask the dtype of the queries, "
-                f"mask.to(query.dtype), or record the other layers with layers="
+                f"a mask has another dtype than the queries ({masks}), for which torch's fused "
+                "attention can be wrong, and is, by these shares of its largest value: "
+                f"{mismatches}; give the mask the dtype of the queries, mask.to(query.dtype), or "
+                "record the other layers with layers="
             )
         if mismatches:
             raise ReconstructionError(
-                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
-                f"largest value: {mismatches}; record the other layers with layers=, or write a probe for this kind "
-                f"of layer"
+                "attention rebuilt from what reached it differs from the model's own output, by "
+                f"these shares of its largest value: {mismatches}; record the other layers with "
+                "layers=, or write a probe for this kind of layer"
             )
         self._passed |= shares.keys()
 
@@ -426,8 +416,9 @@ class _Waiting(NamedTuple):
 class ValueProductTracker(Generic[Key]):
     """Tells, in one forward, whether a softmax is multiplied with values of tokens.
 
-    It is not attention between tokens if its factor is the same for all images (a codebook, or embeddings of classes),
-    or a product of keys and values: then its last axis is an axis of channels, as in linear attention.
+    It is not attention between tokens if its factor is the same for all images (a codebook, or
+    embeddings of classes), or a product of keys and values: then its last axis is an axis of
+    channels, as in linear attention.
 
     Attributes:
         waiting: Softmaxes that were not multiplied yet, by key.
@@ -438,9 +429,7 @@ class ValueProductTracker(Generic[Key]):
         self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
         self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
 
-    def wait(
-        self, key: Key, softmax: Tensor, *, has_heads: bool, tokens: frozenset[int]
-    ) -> None:
+    def wait(self, key: Key, softmax: Tensor, *, has_heads: bool, tokens: frozenset[int]) -> None:
         """Wait until a softmax is multiplied, or until its edited form is."""
         has_heads |= softmax.ndim > 3
         self.waiting[key] = _Waiting(SeenOperand.of(softmax), has_heads, tokens)
@@ -464,23 +453,22 @@ class ValueProductTracker(Generic[Key]):
         """Return the waiting softmaxes that are factors of a product, which do not wait any more.
 
         Returns:
-            By the softmax's key: "" if it is multiplied with values of tokens, else the reason why it is not attention
-            between tokens.
+            By the softmax's key: "" if it is multiplied with values of tokens, else the reason why
+            it is not attention between tokens.
         """
         reasons = {}
         for key, (softmax, has_heads, tokens) in self.waiting.items():
             for operand, values in product.pairs:
                 if softmax.is_in(operand, heads=has_heads):
                     is_channels = values.shape[-1] in tokens
-                    reasons[key] = (
-                        _BETWEEN_CHANNELS if is_channels else self._objection(values)
-                    )
+                    reasons[key] = _BETWEEN_CHANNELS if is_channels else self._objection(values)
                     break
         for key in reasons:
             del self.waiting[key]
         output = product.output()
         is_shared = any(operand.shared for pair in product.pairs for operand in pair)
-        # A product of two activations, none of which is such a softmax, may be a product of keys and values.
+        # A product of two activations, none of which is such a softmax, may be a product of keys
+        # and values.
         if not reasons and output is not None and not is_shared:
             self._summaries.append((SeenOperand.of(output), product.output))
         return reasons
@@ -489,14 +477,17 @@ class ValueProductTracker(Generic[Key]):
         if values.shared or _contains(self._shared, values):
             return "a softmax over values that are the same for all images, not over tokens"
         if _contains(self._summaries, values):
-            return "a softmax over channels, which weighs products of keys and values (linear attention)"
+            return (
+                "a softmax over channels, which weighs products of keys and values (linear "
+                "attention)"
+            )
         return ""
 
 
-def _contains(
-    tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand
-) -> bool:
-    """Return whether an operand is one of the tensors that are still alive, even with its axes in another order."""
+def _contains(tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand) -> bool:
+    """Return whether an operand is one of the tensors that are still alive, even with its axes in
+    another order.
+    """
     return any(
         # After a tensor is freed, another one may have its address.
         tensor.place == operand.place

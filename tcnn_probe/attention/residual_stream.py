@@ -13,10 +13,11 @@ __all__ = ["residual_tokens"]
 def residual_tokens(running: Running, images: int, count: int) -> Tensor | None:
     """Return the tokens that enter the block around an attention, before the block normalises them.
 
-    A transformer block passes a normalised copy of its input to its attention. The running modules are therefore
-    searched from the inside out for an input that has as many tokens and is another tensor. The search ends at the
-    stack of blocks, whose input is that of the first block. If there is no such input, because the block normalises
-    after or inside the attention, the layer's own input is the residual stream.
+    A transformer block passes a normalised copy of its input to its attention. The running modules
+    are therefore searched from the inside out for an input that has as many tokens and is another
+    tensor. The search ends at the stack of blocks, whose input is that of the first block. If there
+    is no such input, because the block normalises after or inside the attention, the layer's own
+    input is the residual stream.
 
     Args:
         running: Running modules and their inputs, with the attention layer last.
@@ -44,7 +45,9 @@ def _first_tensor(inputs: Sequence[Any]) -> Tensor | None:
 
 
 def _as_tokens(x: Tensor | None, images: int, count: int) -> Tensor | None:
-    """Return a tensor (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C); None if it has another shape."""
+    """Return a tensor (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C); None if it has another
+    shape.
+    """
     if x is None or len(x) != images:
         return None
     if x.ndim == 3 and x.shape[1] == count:

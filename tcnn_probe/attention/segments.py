@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["SEGMENTS", "share_between_segments"]
 
 SEGMENTS = ("class", "register", "patch", "text", "other")
-"""The segments: class and distillation tokens, registers, patches on the grid, words that the model gets beside images,
-and other tokens, such as latents or queries."""
+"""The segments: class and distillation tokens, registers, patches on the grid, words that the model
+gets beside images, and other tokens, such as latents or queries.
+"""
 
 
 @torch.no_grad()
-def share_between_segments(
-    attention: "SoftmaxAttention", rows: SoftmaxRows
-) -> Tensor | None:
+def share_between_segments(attention: "SoftmaxAttention", rows: SoftmaxRows) -> Tensor | None:
     """Return sums of A_ij over the keys of each segment, as means over the queries of each segment.
 
     Args:
@@ -30,8 +29,8 @@ def share_between_segments(
         rows: Statistics of the attention's rows.
 
     Returns:
-        Shape (B, heads, segments of queries, segments of keys), 0 for segments without queries; None if the grid of
-        keys is unknown.
+        Shape (B, heads, segments of queries, segments of keys), 0 for segments without queries;
+        None if the grid of keys is unknown.
     """
     if attention.layout.keys is None:
         return None
@@ -75,7 +74,9 @@ def _special_tokens(attention: "SoftmaxAttention") -> int:
 
 
 def _unplaced(attention: "SoftmaxAttention") -> str:
-    """Return the segment of tokens before the grid that are neither class tokens nor known to be words."""
+    """Return the segment of tokens before the grid that are neither class tokens nor known to be
+    words.
+    """
     # More than MOST_SPECIAL tokens must be words, prompts or the queries of a detector.
     return "register" if _special_tokens(attention) <= MOST_SPECIAL else "other"
 

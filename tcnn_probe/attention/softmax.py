@@ -28,17 +28,20 @@ __all__ = [
     "SoftmaxAttention",
 ]
 
-# Up to this number of rows, one product per row is faster than a batched product, which first copies queries and keys.
+# Up to this number of rows, one product per row is faster than a batched product, which first
+# copies queries and keys.
 _FEW_ROWS = 32
 _ALL = slice(None)
 
-# Number of logits of which two buffers, 1 MiB each in float32, fit into the cache of a core together with the other
-# operand: on DeiT-S and ViT-B the statistics are a tenth faster than in blocks of 4 MiB, which other cores share.
+# Number of logits of which two buffers, 1 MiB each in float32, fit into the cache of a core
+# together with the other operand: on DeiT-S and ViT-B the statistics are a tenth faster than in
+# blocks of 4 MiB, which other cores share.
 _IN_CACHE = 1 << 18
 # From about this number of rows on, a matrix product no longer gets faster.
 _MANY_QUERIES = 128
 
-# A key is hidden by a mask of -100 (Swin) or less; in a fused mask a relative position bias may be added to it.
+# A key is hidden by a mask of -100 (Swin) or less; in a fused mask a relative position bias may be
+# added to it.
 _HIDDEN_MASK = -80.0
 # Logits that a model has masked itself: libraries add -10000 or less, or fill with minus infinity.
 _HIDDEN_LOGIT = -5000.0
@@ -56,9 +59,7 @@ class Logits(ABC):
         masked: Whether logits may be minus infinity.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool) -> None:
         self.shape = shape
         self.source = source
         self.masked = masked
@@ -71,7 +72,8 @@ class Logits(ABC):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return a part of the logits in a contiguous tensor, float32 or float64, that the caller may overwrite.
+        """Return a part of the logits in a contiguous tensor, float32 or float64, that the caller
+        may overwrite.
 
         If ``out`` is given, it is this tensor.
         """
@@ -91,7 +93,9 @@ class Logits(ABC):
 
     @property
     def on_kernel(self) -> bool:
-        """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a GPU."""
+        """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a
+        GPU.
+        """
         return False
 
     @property
@@ -102,7 +106,9 @@ class Logits(ABC):
     def statistics(
         self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
     ) -> RowStatistics:
-        """Measure the rows of the softmax with the kernel, see :func:`tcnn_model.kernels.attention_statistics`."""
+        """Measure the rows of the softmax with the kernel, see
+        :func:`tcnn_model.kernels.attention_statistics`.
+        """
         raise NotImplementedError
 
     def select(self, rows: Tensor, queries: Tensor) -> "Logits":
@@ -115,7 +121,8 @@ class Logits(ABC):
         raise NotImplementedError
 
     def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
-        """Return whether a mask hides each key from some queries of some rows, in all heads: shape (r, n, N_key).
+        """Return whether a mask hides each key from some queries of some rows, in all heads: shape
+        (r, n, N_key).
 
         Args:
             rows, queries: Indices as in :meth:`select`.
@@ -125,7 +132,9 @@ class Logits(ABC):
         return _is_hidden(torch.stack(logits), _HIDDEN_LOGIT).all(1)
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
-        """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused attention."""
+        """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused
+        attention.
+        """
         logits = self(rows, queries)
         if not self.masked:
             return torch.softmax(logits, -1)
@@ -158,7 +167,8 @@ class ProductLogits(Logits):
         query: Shape (rows, heads, N_query, d).
         key: Shape (rows, heads, N_key, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_query, N_key).
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads,
+            N_query, N_key).
         modification: Function of flex_attention that changes the products, in place of a mask.
     """
 
@@ -184,13 +194,11 @@ class ProductLogits(Logits):
 
     @property
     def on_kernel(self) -> bool:
-        """True if the kernel is switched on, and supports these queries and keys. It supports no modifications."""
+        """True if the kernel is switched on, and supports these queries and keys. It supports no
+        modifications.
+        """
         is_product = self._modification is None
-        return (
-            is_product
-            and trial.enabled()
-            and kernels.can_measure(self._query, self._key)
-        )
+        return is_product and trial.enabled() and kernels.can_measure(self._query, self._key)
 
     @property
     def bound(self) -> float:
@@ -245,14 +253,13 @@ class ProductLogits(Logits):
             size if stride else 1
             for size, stride in zip(self.shape, self._mask.stride(), strict=True)
         ]
-        mask = self._mask[
-            rows if varying[0] > 1 else slice(1), : varying[1], : varying[2]
-        ]
+        mask = self._mask[rows if varying[0] > 1 else slice(1), : varying[1], : varying[2]]
         return mask.any(1) if mask.dtype == torch.bool else _is_visible(mask)
 
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
-        # Queries and keys are cast block by block, as float32 copies of all could be larger than the model's own.
+        # Queries and keys are cast block by block, as float32 copies of all could be larger than
+        # the model's own.
         query = self._query[rows, :, queries].to(self.dtype)
         key = self._key[rows, :, keys].to(self.dtype)
         if torch.is_grad_enabled() and out is None:
@@ -267,7 +274,8 @@ class ProductLogits(Logits):
                 key.flatten(0, 1)[None],
             )
         for row, q, k in zip(*by_row, strict=True):
-            # With beta=0 the contents of the buffer are ignored, even NaN; alpha scales without another pass.
+            # With beta=0 the contents of the buffer are ignored, even NaN; alpha scales without
+            # another pass.
             torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
         return self._modified(logits, part)
 
@@ -295,7 +303,8 @@ class GivenLogits(Logits):
     """Logits that a model gave to a softmax.
 
     Args:
-        logits: Shape (rows, heads, N_query, N_key). They may contain minus infinity, as the model may have masked them.
+        logits: Shape (rows, heads, N_query, N_key). They may contain minus infinity, as the model
+            may have masked them.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -353,13 +362,17 @@ class DeferredLogits(Logits):
 
 
 def _is_visible(logits: Tensor) -> Tensor:
-    """Return whether logits (rows, heads, N_query, N_key) show a key in any head; those of NaN do."""
+    """Return whether logits (rows, heads, N_query, N_key) show a key in any head; those of NaN
+    do.
+    """
     return ~(logits.amax(1) <= HIDDEN)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images, windows of each image, and queries of each window, whose attention is computed at once."""
+    """A block of images, windows of each image, and queries of each window, whose attention is
+    computed at once.
+    """
 
     images: slice
     windows: slice
@@ -370,13 +383,16 @@ class Block:
 class SoftmaxAttention(Attention):
     """The softmax of logits, fused or not, in any module.
 
-    If heads are mixed after the softmax, as in talking heads (CaiT), A is the attention before mixing.
+    If heads are mixed after the softmax, as in talking heads (CaiT), A is the attention before
+    mixing.
 
     Args:
         logits: Logits of some rows and queries at a time.
         is_padded: Whether there was padding in the first forward with inputs of these sizes.
-        compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if there is none.
-        find_values, find_outputs: Functions for :meth:`values` and :meth:`head_outputs`; None if there are no values.
+        compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if
+            there is none.
+        find_values, find_outputs: Functions for :meth:`values` and :meth:`head_outputs`; None if
+            there are no values.
     """
 
     logits: Logits
@@ -399,24 +415,25 @@ class SoftmaxAttention(Attention):
     def class_query(self) -> int | None:
         """Index of the class token among the queries; None if there is none, or one for each class.
 
-        A single latent counts as a class token, and so does the first latent if the layer returns only this one.
+        A single latent counts as a class token, and so does the first latent if the layer returns
+        only this one.
         """
         if self.layout.asking in ("classes", "words"):
             return None
-        # In class-attention layers (CaiT) the class token is the only query. The single pixel of a window, or the
-        # single pooled query of a grid, is not a class token.
+        # In class-attention layers (CaiT) the class token is the only query. The single pixel of a
+        # window, or the single pooled query of a grid, is not a class token.
         is_single_query = self.queries == 1 and self.keys > 1 and self.windows == 1
         is_single_query &= self.layout.queries is None
         if self.layout.asking == "latents":
-            # timm's AttentionPoolLatent returns the first latent with pool="token", and the mean with pool="avg".
+            # timm's AttentionPoolLatent returns the first latent with pool="token", and the mean
+            # with pool="avg".
             hands_on_first_latent = getattr(self.module, "pool", None) == "token"
             return 0 if is_single_query or hands_on_first_latent else None
         queries = self.layout.queries
-        # Queries without a grid are the tokens before the grid of keys if there are no more than these.
+        # Queries without a grid are the tokens before the grid of keys if there are no more than
+        # these.
         starts_with_specials = (
-            queries.prefix > 0
-            if queries is not None
-            else self.queries <= self.layout.prefix
+            queries.prefix > 0 if queries is not None else self.queries <= self.layout.prefix
         )
         has_class_token = starts_with_specials and self.layout.class_token
         return 0 if is_single_query or has_class_token else None
@@ -427,25 +444,21 @@ class SoftmaxAttention(Attention):
         queries = self.layout.queries
         has_second = queries is not None and queries.prefix > 1
         return (
-            1
-            if has_second and self.layout.distillation_token and self.class_query == 0
-            else None
+            1 if has_second and self.layout.distillation_token and self.class_query == 0 else None
         )
 
     @property
     def class_tokens(self) -> int:
-        """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
+        """Number of class and distillation tokens among the tokens before the grid; the others are
+        registers.
+        """
         specials = self.layout.prefix - self.layout.words
         layout = self.layout
         return min(specials, layout.class_token + layout.distillation_token)
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""
-        rows = (
-            _ALL
-            if image is None
-            else slice(image * self.windows, (image + 1) * self.windows)
-        )
+        rows = _ALL if image is None else slice(image * self.windows, (image + 1) * self.windows)
         return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
 
     def visible_keys(self, query: int) -> Tensor:
@@ -457,7 +470,9 @@ class SoftmaxAttention(Attention):
         return self.by_image(hidden.logical_not()[:, 0].sum(-1))
 
     def statistics(self) -> dict[str, Any]:
-        """Return entropies, distances, their values for uniform attention, and sums for content information."""
+        """Return entropies, distances, their values for uniform attention, and sums for content
+        information.
+        """
         measured = self._measurements()
         information = {"content_information": measured.pattern}
         return {**measured.means, **self.uniform_scales(), **information}
@@ -469,7 +484,9 @@ class SoftmaxAttention(Attention):
         return rows
 
     def segment_attention(self) -> Tensor | None:
-        """Return the attention between segments, see :class:`Attention`; None if the grid of keys is unknown."""
+        """Return the attention between segments, see :class:`Attention`; None if the grid of keys
+        is unknown.
+        """
         return share_between_segments(self, self._measurements().by_query)
 
     @property
@@ -482,11 +499,15 @@ class SoftmaxAttention(Attention):
         return self.shared["visibility"]
 
     def values(self) -> Tensor | None:
-        """Return the values, see :class:`Attention`; None if the softmax is not fused with the values."""
+        """Return the values, see :class:`Attention`; None if the softmax is not fused with the
+        values.
+        """
         return None if self.find_values is None else self.find_values()
 
     def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs, see :class:`Attention`; None if the softmax is not fused with the values."""
+        """Return the heads' outputs, see :class:`Attention`; None if the softmax is not fused with
+        the values.
+        """
         return None if self.find_outputs is None else self.find_outputs()
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
@@ -495,7 +516,8 @@ class SoftmaxAttention(Attention):
 
     def _measurements(self) -> SoftmaxMeasurements:
         """Measure once for all listeners with the same limit of images and the same details."""
-        # Measurements depend on the limit and on details, so listeners that differ in them cannot share these.
+        # Measurements depend on the limit and on details, so listeners that differ in them cannot
+        # share these.
         key = "measurements", self.limit, self.detailed
         if key not in self.shared:
             self.shared[key] = measure_softmax(self)
@@ -503,7 +525,9 @@ class SoftmaxAttention(Attention):
 
     @property
     def queries_at_once(self) -> int:
-        """Number of queries of a block, which has at most :attr:`block` logits, or a single query if this has more."""
+        """Number of queries of a block, which has at most :attr:`block` logits, or a single query
+        if this has more.
+        """
         logits = self.heads * self.keys
         at_once = max(1, self.block // logits)
         if self.device.type != "cpu":
@@ -513,19 +537,15 @@ class SoftmaxAttention(Attention):
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks of :attr:`queries_at_once`."""
-        # A block has this number of queries: of one window, or of several complete windows or images.
+        # A block has this number of queries: of one window, or of several complete windows or
+        # images.
         at_once = self.queries_at_once
         windows = min(self.windows, max(1, at_once // self.queries))
-        images = (
-            max(1, at_once // (self.queries * windows))
-            if windows == self.windows
-            else 1
-        )
+        images = max(1, at_once // (self.queries * windows)) if windows == self.windows else 1
         sizes = (self.images, images), (self.windows, windows), (self.queries, at_once)
         for starts in product(*(range(0, count, step) for count, step in sizes)):
             ends = [
-                min(start + step, count)
-                for start, (count, step) in zip(starts, sizes, strict=True)
+                min(start + step, count) for start, (count, step) in zip(starts, sizes, strict=True)
             ]
             yield Block(*map(slice, starts, ends))
 

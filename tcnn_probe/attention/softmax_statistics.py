@@ -22,7 +22,8 @@ __all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 # This replaces minus infinity, because minus infinity times an attention of zero is NaN.
 LOWEST = -1e30
 
-# Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed block by block.
+# Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed
+# block by block.
 _SMALL_TABLE = 1 << 20
 _LN2 = math.log(2)
 
@@ -32,16 +33,17 @@ class SoftmaxRows:
     """Statistics of each row of the attention A over all keys, shape (rows, heads, N_query) each.
 
     Args:
-        entropy: -sum_j A_j log A_j in nats; 0 for queries from which all keys are hidden, as in torch's fused
-            attention.
+        entropy: -sum_j A_j log A_j in nats; 0 for queries from which all keys are hidden, as in
+            torch's fused attention.
         largest: Largest logit, at most :data:`LOWEST` or minus infinity if all keys are hidden.
         prefix: Sum of A_j over class and register tokens; None if there are none.
-        distance: Mean distance to the keys on the grid, with A renormalised over these keys; None if the queries' grid
-            is unknown.
+        distance: Mean distance to the keys on the grid, with A renormalised over these keys; None
+            if the queries' grid is unknown.
         frame_distance: Mean distance over the frames of a video, in frames; None for images.
-        received: sum_i A_ij over the queries, shape (rows, heads, N_key); None unless the attention is ``detailed``.
-        find_first: Function that returns the sum of A_j over the first ``count`` keys; None if there are no tokens
-            before the grid.
+        received: sum_i A_ij over the queries, shape (rows, heads, N_key); None unless the attention
+            is ``detailed``.
+        find_first: Function that returns the sum of A_j over the first ``count`` keys; None if
+            there are no tokens before the grid.
     """
 
     entropy: Tensor
@@ -58,14 +60,16 @@ class SoftmaxMeasurements:
     """Measurements of a softmax attention, computed in one pass over its logits.
 
     Args:
-        means: Means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
-            ``entropy`` over all keys, in nats; if the grids are known, ``attention_distance`` from queries to keys on
-            the grid, with A renormalised over these keys, in cells of the finer grid, and for videos
-            ``frame_distance``; if there are class or register tokens, ``prefix_attention``, the attention that they
-            receive from queries on the grid. ``max_logit`` is the largest logit of all queries and keys.
+        means: Means over the queries and windows of each image, shape (B, heads), in float32
+            (float64 for float64): ``entropy`` over all keys, in nats; if the grids are known,
+            ``attention_distance`` from queries to keys on the grid, with A renormalised over these
+            keys, in cells of the finer grid, and for videos ``frame_distance``; if there are class
+            or register tokens, ``prefix_attention``, the attention that they receive from queries
+            on the grid. ``max_logit`` is the largest logit of all queries and keys.
         pattern: Sum over images of the attention of some queries.
         by_query: Statistics of each row.
-        rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
+        rows: Rows of the attention; None unless
+            :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
     """
 
     means: dict[str, Tensor]
@@ -76,7 +80,8 @@ class SoftmaxMeasurements:
 
 @torch.no_grad()
 def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
-    """Measure softmax attention exactly: by blocks of queries, or by the kernel if it is switched on and agrees.
+    """Measure softmax attention exactly: by blocks of queries, or by the kernel if it is switched
+    on and agrees.
 
     Args:
         attention: Attention of B images.
@@ -138,7 +143,9 @@ def _tried(
     attention: "SoftmaxAttention",
     by_blocks: Callable[[], tuple[SoftmaxRows, PatternSum]],
 ) -> tuple[SoftmaxRows, PatternSum]:
-    """Measure rows by the kernel, unless it disagreed with the blocks in the first forward of this shape."""
+    """Measure rows by the kernel, unless it disagreed with the blocks in the first forward of this
+    shape.
+    """
     logits = attention.logits
 
     def tensors(measured: tuple[SoftmaxRows, PatternSum]) -> tuple[Tensor | None, ...]:
@@ -167,10 +174,12 @@ def _tried(
 
 
 def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
-    """Measure the rows in one pass of the kernel, and compute the attention of the sampled queries only.
+    """Measure the rows in one pass of the kernel, and compute the attention of the sampled queries
+    only.
 
     Args:
-        attention: Attention whose logits are :attr:`~tcnn_probe.attention.softmax.Logits.on_kernel`.
+        attention: Attention whose logits are
+            :attr:`~tcnn_probe.attention.softmax.Logits.on_kernel`.
         patterns: Sums over images, to which the sampled queries are added.
     """
     layout = attention.layout
@@ -192,7 +201,9 @@ def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 
 def _first_by_kernel(logits: "Logits", keys: TokenGrid | None, count: int) -> Tensor:
-    """Return the sum of A_j over the first keys, in another pass in which only these count as the prefix."""
+    """Return the sum of A_j over the first keys, in another pass in which only these count as the
+    prefix.
+    """
     assert keys is not None
     return logits.statistics(None, keys._replace(prefix=count), False).prefix
 
@@ -206,8 +217,9 @@ def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
 def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
     """Measure the rows by blocks of queries.
 
-    The sums over keys on the grid are computed first, and class and register tokens are added afterwards. If they were
-    subtracted from sums over all keys, the distance would be inaccurate when they get nearly all attention.
+    The sums over keys on the grid are computed first, and class and register tokens are added
+    afterwards. If they were subtracted from sums over all keys, the distance would be inaccurate
+    when they get nearly all attention.
 
     Args:
         attention: Attention to measure.
@@ -227,7 +239,8 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
     patterns.add_prefix(counted)
     if grid.received is not None:
         grid.received[..., : to_prefix.shape[-1]] = counted.sum(-2)
-    # The lambda does not refer to the attention, which keeps these rows: a cycle would keep activations alive.
+    # The lambda does not refer to the attention, which keeps these rows: a cycle would keep
+    # activations alive.
     return SoftmaxRows(
         entropy=grid.zero_if_empty(entropy),
         largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
@@ -241,19 +254,22 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 @dataclass(frozen=True)
 class _GridRows:
-    """Sums over the keys on the grid, with A normalised over these keys, shape (rows, heads, N_query) each.
+    """Sums over the keys on the grid, with A normalised over these keys, shape (rows, heads,
+    N_query) each.
 
-    The largest logit m is subtracted from the logits s_j, so that all sums are accurate for logits of any size.
+    The largest logit m is subtracted from the logits s_j, so that all sums are accurate for logits
+    of any size.
 
     Args:
         top: m.
         lse: log sum_j exp(s_j - m).
         expected: sum_j A_j (s_j - m).
         distance: sum_j A_j ||delta_j||; None if the queries' grid is unknown.
-        frame_distance: sum_j A_j |f_j|, where f_j is the number of frames from the query to key j; None for images.
+        frame_distance: sum_j A_j |f_j|, where f_j is the number of frames from the query to key j;
+            None for images.
         empty: Whether a mask hides all of these keys; None without a mask.
-        received: sum_i A_ij with A normalised over all keys, shape (rows, heads, N_key), 0 for class and register
-            tokens; None unless the attention is ``detailed``.
+        received: sum_i A_ij with A normalised over all keys, shape (rows, heads, N_key), 0 for
+            class and register tokens; None unless the attention is ``detailed``.
     """
 
     top: Tensor
@@ -270,11 +286,11 @@ class _GridRows:
         return self.lse - self.expected
 
     def zero_if_empty(self, values: Tensor) -> Tensor:
-        """Return values of rows, 0 for rows from which all keys are hidden, as in torch's fused attention."""
+        """Return values of rows, 0 for rows from which all keys are hidden, as in torch's fused
+        attention.
+        """
         return (
-            values
-            if self.empty is None
-            else values.masked_fill(self.empty & ~values.isfinite(), 0)
+            values if self.empty is None else values.masked_fill(self.empty & ~values.isfinite(), 0)
         )
 
 
@@ -283,15 +299,16 @@ def _rows_over_grid(
 ) -> tuple[_GridRows, Tensor | None]:
     """Sum over the keys on the grid.
 
-    The only large tensors are two buffers for one block; everything else is computed for all rows at once.
+    The only large tensors are two buffers for one block; everything else is computed for all rows
+    at once.
 
     Args:
         attention: Attention to sum over.
         patterns: Sums over images, to which each block is added.
 
     Returns:
-        The sums, and the logits of the class and register tokens, shape (rows, heads, N_query, prefix); None if there
-        are none.
+        The sums, and the logits of the class and register tokens, shape (rows, heads, N_query,
+        prefix); None if there are none.
     """
     logits, layout, prefix = attention.logits, attention.layout, attention.layout.prefix
     top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
@@ -303,17 +320,14 @@ def _rows_over_grid(
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
     table = (
-        _table(layout, logits.dtype, logits.device)
-        if distance is not None and is_small
-        else None
+        _table(layout, logits.dtype, logits.device) if distance is not None and is_small else None
     )
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
     largest = attention.queries_at_once * attention.heads * attention.keys
-    # Large buffers are given back to the system in each layer, which then clears all their pages anew.
-    buffers = [
-        logits.new_empty(min(largest, math.prod(logits.shape))) for _ in range(2)
-    ]
+    # Large buffers are given back to the system in each layer, which then clears all their pages
+    # anew.
+    buffers = [logits.new_empty(min(largest, math.prod(logits.shape))) for _ in range(2)]
     for block in attention.blocks():
         rows, queries = attention.rows_of(block), block.queries
         at = rows, slice(None), queries
@@ -331,12 +345,14 @@ def _rows_over_grid(
             s[..., :prefix] = -torch.inf if logits.masked else LOWEST
         m = s.amax(-1, keepdim=True)
         top[at] = m[..., 0]
-        # In masked logits, a maximum of minus infinity (all keys hidden) becomes 0, and hidden keys become LOWEST.
+        # In masked logits, a maximum of minus infinity (all keys hidden) becomes 0, and hidden keys
+        # become LOWEST.
         if logits.masked:
             s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=LOWEST)
         else:
             s.sub_(m)
-        # Logits are in bits from here on, because torch.exp takes twice as long as torch.exp2 (torch 2.13 on a CPU).
+        # Logits are in bits from here on, because torch.exp takes twice as long as torch.exp2
+        # (torch 2.13 on a CPU).
         torch.exp2(s.mul_(1 / _LN2), out=weights)
         z = weights.sum(-1)
         total[at] = z
@@ -370,16 +386,16 @@ def _rows_over_grid(
         if mean_distance is not None:
             mean_distance.div_(total)
     mean_logit = expected.div_(total).mul_(_LN2)
-    return _GridRows(
-        top, lse, mean_logit, distance, frame_distance, empty, received
-    ), prefix_logits
+    return _GridRows(top, lse, mean_logit, distance, frame_distance, empty, received), prefix_logits
 
 
 def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropy over all keys, and the attention to each class and register token, shaped as ``logits``.
+    """Return the entropy over all keys, and the attention to each class and register token, shaped
+    as ``logits``.
 
-    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid the same over the
-    grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is lse - sum_j A_j (s_j - m).
+    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid
+    the same over the grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is
+    lse - sum_j A_j (s_j - m).
 
     Args:
         grid: Sums of the rows over the keys on the grid.
@@ -392,12 +408,8 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
     attention = (logits - lse[..., None]).exp()
     finite = logits if grid.empty is None else logits.clamp(min=LOWEST)
-    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (
-        finite * attention
-    ).sum(-1)
-    if (
-        grid.empty is not None
-    ):  # where all keys are hidden, but not where logits are NaN
+    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
+    if grid.empty is not None:  # where all keys are hidden, but not where logits are NaN
         attention = attention.masked_fill((lse == -torch.inf)[..., None], 0)
     return lse - expected, attention
 

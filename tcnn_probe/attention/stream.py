@@ -60,7 +60,8 @@ WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED, CONVOLVED)
 def attention_stream(
     model: nn.Module, on_attention: Callable[[Attention], HeadEdit | None]
 ) -> Iterator["AttentionStream"]:
-    """Call ``on_attention`` with every attention of the forwards inside the ``with``, in any module.
+    """Call ``on_attention`` with every attention of the forwards inside the ``with``, in any
+    module.
 
     ::
 
@@ -73,20 +74,22 @@ def attention_stream(
             model(images)
         print({name: largest[name] for name in stream.layers}, stream.unsupported)
 
-    This covers softmax attention, fused or not, and gated attention (GPSA, timm's ConViT), which is passed as a whole.
-    Fused attention is left on, and the model's outputs do not change unless ``on_attention`` returns a
-    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams can be nested: each head is edited by the innermost
-    stream that names it. The reconstruction of each layer is compared once with the model's own output. Nothing is
-    stored: the tensors of an attention belong to the model.
+    This covers softmax attention, fused or not, and gated attention (GPSA, timm's ConViT), which is
+    passed as a whole. Fused attention is left on, and the model's outputs do not change unless
+    ``on_attention`` returns a :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams can be
+    nested: each head is edited by the innermost stream that names it. The reconstruction of each
+    layer is compared once with the model's own output. Nothing is stored: the tensors of an
+    attention belong to the model.
 
     Args:
         model: Any module.
-        on_attention: Function that is called with each attention while the forward runs, without gradients. It is not
-            known by then whether a softmax will be multiplied with values: :attr:`AttentionStream.layers` has the
-            layers for which it was.
+        on_attention: Function that is called with each attention while the forward runs, without
+            gradients. It is not known by then whether a softmax will be multiplied with values:
+            :attr:`AttentionStream.layers` has the layers for which it was.
 
     Yields:
-        :class:`AttentionStream`, with ``layers`` and, for those that cannot be shown, ``unsupported``.
+        :class:`AttentionStream`, with ``layers`` and, for those that cannot be shown,
+        ``unsupported``.
 
     Raises:
         ReconstructionError: The reconstructed attention of a forward differs from the model's own.
@@ -100,15 +103,17 @@ def attention_stream(
 
 
 class AttentionListener:
-    """Listener to the forwards of a model, one at a time. Its methods do nothing: override what you need."""
+    """Listener to the forwards of a model, one at a time. Its methods do nothing: override what you
+    need.
+    """
 
     may_edit = False
     """True if :meth:`attends` may return edits."""
 
-    def begins(
-        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
-    ) -> bool:
-        """Return whether to follow a call of ``entry``, the model or a part of it, which may continue a forward."""
+    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
+        """Return whether to follow a call of ``entry``, the model or a part of it, which may
+        continue a forward.
+        """
         return True
 
     def attends(self, attention: Attention) -> HeadEdit | None:
@@ -138,9 +143,7 @@ class _Callback(AttentionListener):
     def attends(self, attention: Attention) -> HeadEdit | None:
         edit = self._on_attention(attention)
         if isinstance(edit, (list, tuple)):
-            raise TypeError(
-                f"expected a HeadEdit or None from the function, got {edit!r}"
-            )
+            raise TypeError(f"expected a HeadEdit or None from the function, got {edit!r}")
         if not isinstance(edit, HeadEdit):
             return None
         edit.check(attention)
@@ -155,7 +158,8 @@ class _ShownSoftmax:
         layer: Name of the layer.
         module: Module that called the softmax.
         objection: Reason why the softmax does not count as attention; "" if there is none.
-        output: Output of attention if the model also gets the log-sum-exp, with which it may renormalise the output.
+        output: Output of attention if the model also gets the log-sum-exp, with which it may
+            renormalise the output.
     """
 
     layer: str
@@ -164,12 +168,15 @@ class _ShownSoftmax:
     output: Tensor | None = None
 
     def note_copy(self, copy: SeenCopy) -> None:
-        """Note an objection if the model renormalises the output, because its softmax then includes other logits."""
-        # transformers and torchtitan do this to apply the logit of a sink (s_aux) to the output of flex_attention.
+        """Note an objection if the model renormalises the output, because its softmax then includes
+        other logits.
+        """
+        # transformers and torchtitan do this to apply the logit of a sink (s_aux) to the output of
+        # flex_attention.
         if self.output is not None and copy.scales_rows_of(self.output):
             self.objection = (
-                "its output is scaled afterwards by a factor for each query, as for a sink, so its softmax is seen "
-                "only in part"
+                "its output is scaled afterwards by a factor for each query, as for a sink, so its "
+                "softmax is seen only in part"
             )
 
 
@@ -177,8 +184,8 @@ class AttentionStream:
     """The attentions of a model's forwards, until :meth:`close`.
 
     Attributes:
-        layers: Layers with attention, {name: module}, in the order of their calls. The second attention within one call
-            of a module is called ``name#1``.
+        layers: Layers with attention, {name: module}, in the order of their calls. The second
+            attention within one call of a module is called ``name#1``.
         unsupported: {name: reason} of layers that look like attention but cannot be measured.
         verification: Comparisons of reconstructed attention with the model's own.
 
@@ -188,7 +195,8 @@ class AttentionStream:
         layers: Names of the layers whose attention is passed to the listener; None for all.
         watched: Modules whose calls are reported to the listener.
         tokens: Facts about the tokens that the user gives.
-        fields: Receptive fields to fill in the forwards in which tokens are tracked, such as the first one.
+        fields: Receptive fields to fill in the forwards in which tokens are tracked, such as the
+            first one.
     """
 
     def __init__(
@@ -258,9 +266,7 @@ class AttentionStream:
 
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
-    def begins(
-        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
-    ) -> bool:
+    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Ask the listener whether to follow the call; one with an empty batch is not followed."""
         if any(x.numel() == 0 for x in input_tensors(inputs)):
             return False
@@ -301,7 +307,9 @@ class AttentionStream:
         return ()
 
     def ran(self, call: TorchCall, output: Any) -> None:
-        """Verify an attention that was shown before it ran, and note the tensor with which the model goes on."""
+        """Verify an attention that was shown before it ran, and note the tensor with which the
+        model goes on.
+        """
         shown = self._last
         if shown is None:
             return
@@ -327,7 +335,9 @@ class AttentionStream:
         self.verification.add(layer, difference, odd)
 
     def returned(self, forward: Forward, call: ModuleCall, output: Any) -> None:
-        """Note feature maps and outputs of seams, and describe the attention of layers with whole attention."""
+        """Note feature maps and outputs of seams, and describe the attention of layers with whole
+        attention.
+        """
         module = call.module
         self._counts.pop(module, None)
         self._ran.add(module)
@@ -356,9 +366,11 @@ class AttentionStream:
         self.layers |= confirmed
         for softmax in shown:
             if softmax.layer in confirmed:
-                # An earlier forward may have ended before this softmax was multiplied, or taken another branch.
+                # An earlier forward may have ended before this softmax was multiplied, or taken
+                # another branch.
                 self.unsupported.pop(softmax.layer, None)
-            # A layer needs to attend in only one forward; others may skip the product with the values.
+            # A layer needs to attend in only one forward; others may skip the product with the
+            # values.
             elif softmax.layer not in self.layers:
                 self.unsupported[softmax.layer] = (
                     softmax.objection or "a softmax that is not multiplied with values"
@@ -387,9 +399,7 @@ class AttentionStream:
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
-    def _show_softmax(
-        self, forward: Forward, request: SeenAttention
-    ) -> Sequence[Answer]:
+    def _show_softmax(self, forward: Forward, request: SeenAttention) -> Sequence[Answer]:
         running = forward.running
         if any(module in self._whole for module, _ in running):
             return ()  # a part of an attention that is described as a whole
@@ -409,9 +419,7 @@ class AttentionStream:
         with named_in_errors(layer):
             try:
                 images = tokens.images_of(layer, running)
-                attention = softmax_attention_of(
-                    request, layer, number, running, images, layout_of
-                )
+                attention = softmax_attention_of(request, layer, number, running, images, layout_of)
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix
@@ -436,7 +444,8 @@ class AttentionStream:
                 shown, request.output, has_heads=attention.heads > 1, tokens=channels
             )
         if request.gives_lse and request.output is not None:
-            # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
+            # The output is kept until the forward ends, because otherwise its memory could be
+            # reused by another tensor.
             shown.output = request.output
         self._shown.append(shown)
         self._last = shown
@@ -450,13 +459,11 @@ class AttentionStream:
         return [Answer(self._order, self, edit, apply)]
 
     def edit_of(self, layer: nn.Module, x: Tensor) -> HeadEdit | None:
-        """Show the attention of a gated layer for an input before its heads are combined, and return an edit."""
+        """Show the attention of a gated layer for an input before its heads are combined, and
+        return an edit.
+        """
         forward = self._forwards.followed
-        if (
-            forward is None
-            or not forward.is_listening()
-            or not self._wants(self._names[layer])
-        ):
+        if forward is None or not forward.is_listening() or not self._wants(self._names[layer]):
             return None
         modules = [module for module, _ in forward.running]
         if layer not in modules:
@@ -464,17 +471,13 @@ class AttentionStream:
         around = forward.running[: modules.index(layer)]
         return self._show_whole(forward, ModuleCall(layer, [x]), around)
 
-    def _show_whole(
-        self, forward: Forward, call: ModuleCall, running: Running
-    ) -> HeadEdit | None:
+    def _show_whole(self, forward: Forward, call: ModuleCall, running: Running) -> HeadEdit | None:
         """Pass the whole attention of a layer to the listener, and return an edit."""
         layer, name = call.module, self._names[call.module]
         formed = self._formed.pop(layer, None)
 
         def show() -> HeadEdit | None:
-            attention = self._whole[layer].describe(
-                layer, call.inputs[0], formed, name, running
-            )
+            attention = self._whole[layer].describe(layer, call.inputs[0], formed, name, running)
             attention = self._tokens.number_images(
                 attention, lambda tracker: tracker.views_of(call.inputs[0])
             )
@@ -487,15 +490,15 @@ class AttentionStream:
         return edit
 
     def _verify_whole(self, forward: Forward, call: ModuleCall, output: Any) -> None:
-        """Compare the whole attention of a layer with its output; show it, unless this was done before for edits."""
+        """Compare the whole attention of a layer with its output; show it, unless this was done
+        before for edits.
+        """
         layer, name = call.module, self._names[call.module]
         if layer not in self._described:
             edit = self._show_whole(forward, call, forward.running)
             if edit is not None:
                 kind = type(self._described[layer]).__name__
-                raise TypeError(
-                    f"expected no edit of {name!r}: {kind} cannot be edited"
-                )
+                raise TypeError(f"expected no edit of {name!r}: {kind} cannot be edited")
         attention = self._described.pop(layer)
         # An edited output cannot be compared with the attention before the edit.
         if not self.verification.needed(name) or is_edited(layer):
@@ -519,13 +522,12 @@ class AttentionStream:
                 continue
             if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
-            # A wrapper needs no reason if a layer inside it attends, or if the model itself, named "", does.
+            # A wrapper needs no reason if a layer inside it attends, or if the model itself, named
+            # "", does.
             elif looks_like_attention(module) and not any(
                 not name or x.startswith(f"{name}.") for x in named
             ):
-                self.unsupported[name] = (
-                    "no softmax between tokens was seen while it ran"
-                )
+                self.unsupported[name] = "no softmax between tokens was seen while it ran"
 
 
 class _GatedLayer(HeadListener):

@@ -1,4 +1,5 @@
-"""Finding the tokens of each attention: where its images, patches, words and class token are, in each forward.
+"""Finding the tokens of each attention: where its images, patches, words and class token are, in
+each forward.
 
 What a forward shows only if its pixels are tracked is remembered, by layer and by kind of call.
 """
@@ -49,7 +50,8 @@ class _LayerFacts:
     Attributes:
         arrangement: Places of words and patches among the keys; None without words.
         queries_are_words: Whether the queries are words.
-        objections: Reasons why the queries and the keys are not in the order of their grids; "" if they are.
+        objections: Reasons why the queries and the keys are not in the order of their grids; "" if
+            they are.
         copies: Number of rows that an image has, if the model has multiplied its tokens.
         without_maps: Reason why the layer has no maps; None if it was not tracked.
         is_padded: Whether there is padding; None if this is unknown.
@@ -64,7 +66,8 @@ class _LayerFacts:
 
 
 class TokenFinder:
-    """Finds the tokens and the images of attentions in the forwards of a model, one forward at a time.
+    """Finds the tokens and the images of attentions in the forwards of a model, one forward at a
+    time.
 
     Attributes:
         maps: Evidence of grids in the forward so far.
@@ -83,8 +86,8 @@ class TokenFinder:
     ) -> None:
         self.maps = FeatureMaps(special_tokens(modules, given))
         self._fields = fields
-        # A call is identified by the part of the model that was called, its mode and the sizes of its inputs. Places of
-        # tokens are tracked in one forward for each of these.
+        # A call is identified by the part of the model that was called, its mode and the sizes of
+        # its inputs. Places of tokens are tracked in one forward for each of these.
         self._call: tuple[Any, ...] = ()
         self._tracked: set[tuple[Any, ...]] = set()
         self._facts: defaultdict[tuple[Any, str], _LayerFacts]
@@ -109,14 +112,16 @@ class TokenFinder:
     ) -> None:
         """Begin a call of the model or of a part of it, which may continue a forward."""
         tensors, batch = input_tensors(inputs), batch_of(inputs)
-        # If the images came with an earlier call of this forward, the inputs are tokens, maps or masks.
+        # If the images came with an earlier call of this forward, the inputs are tokens, maps or
+        # masks.
         has_images = continues and self.maps.size is not None
         self.maps.enter(inputs, whole_model=whole_model, continues=continues)
         rows = 0 if batch is None else len(batch)
         if not continues or not self._batch:
             self._batch = rows
-        # The number of images is left out, because the order of tokens does not depend on it; but a single image shows
-        # nothing of the order of images, and calls of parts can have other rows than the forward.
+        # The number of images is left out, because the order of tokens does not depend on it; but a
+        # single image shows nothing of the order of images, and calls of parts can have other rows
+        # than the forward.
         shapes = [tuple(x.shape[1:]) for x in tensors]
         self._call = (entry, entry.training, rows == 1, rows == self._batch, *shapes)
         if self._call not in self._tracked:
@@ -129,7 +134,9 @@ class TokenFinder:
             )
 
     def ends(self) -> None:
-        """Remember that calls of this kind need not be tracked any more, unless images move in them."""
+        """Remember that calls of this kind need not be tracked any more, unless images move in
+        them.
+        """
         self._tracked.add(self._call)
         if self._moves_images:
             self._tracked.discard(self._call)
@@ -153,7 +160,9 @@ class TokenFinder:
                 self._places.see(image)
 
     def queries_are_words(self, layer: str) -> bool:
-        """Return whether the queries of the attention that torch is computing are known to be words."""
+        """Return whether the queries of the attention that torch is computing are known to be
+        words.
+        """
         facts = self._facts[self._call, layer]
         if self._places is not None:
             facts.arrangement = arrangement_of(self._places.keys)
@@ -161,7 +170,9 @@ class TokenFinder:
         return facts.queries_are_words
 
     def images_of(self, layer: str, running: Running) -> int | None:
-        """Return the number of images of a layer, of each of which it may get several copies; None if it is unknown."""
+        """Return the number of images of a layer, of each of which it may get several copies; None
+        if it is unknown.
+        """
         images, facts = self.maps.images, self._facts[self._call, layer]
         # There can be more texts than images.
         if not images or facts.queries_are_words:
@@ -182,7 +193,9 @@ class TokenFinder:
         keys: int,
         windows: int,
     ) -> Layout:
-        """Return the layout of a softmax, see :func:`find_layout`, without grids that contradict the tracked places."""
+        """Return the layout of a softmax, see :func:`find_layout`, without grids that contradict
+        the tracked places.
+        """
         facts = self._facts[self._call, layer]
         layout = find_layout(
             queries,
@@ -227,10 +240,9 @@ class TokenFinder:
             facts.is_padded = visibility is not None and visibility.is_padded
         return replace(attention, is_padded=facts.is_padded)
 
-    def number_images(
-        self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]]
-    ) -> A:
-        """Return an attention with the numbers of its images in the batch, or the reason why it has no maps.
+    def number_images(self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]]) -> A:
+        """Return an attention with the numbers of its images in the batch, or the reason why it has
+        no maps.
 
         Args:
             attention: Attention of a layer.
@@ -252,7 +264,8 @@ class TokenFinder:
             self._moves_images = True
         else:  # a layer that did not run before, in a model in which no image has moved
             reason = ""
-        # Images that move in one forward move elsewhere in the next one, which therefore has to be tracked, too.
+        # Images that move in one forward move elsewhere in the next one, which therefore has to be
+        # tracked, too.
         if not reason and list(numbers or ()) != list(range(batch)):
             self._moves_images = True
             self._moved.add(self._call[0])
@@ -267,7 +280,9 @@ class TokenFinder:
 
 
 def _objection(places: Places, tokens: Tokens | None, order: Tensor | None) -> str:
-    """Return the reason why tokens are not on a grid in an order of their places; "" if they are."""
+    """Return the reason why tokens are not on a grid in an order of their places; "" if they
+    are.
+    """
     if tokens is None:
         return ""
     if places is not None and order is not None and len(places) == len(order):

@@ -34,10 +34,12 @@ def find_layout(
     queries_are_words: bool = False,
     not_on_grid: str = "",
 ) -> Layout:
-    """Find the tokens of an attention: their grids, order and windows, and the tokens beside the grid.
+    """Find the tokens of an attention: their grids, order and windows, and the tokens beside the
+    grid.
 
-    A grid is reported only if there is evidence for it: attributes or inputs of the layer or, if each token attends to
-    the whole image, a feature map of this forward. A square number of tokens is no evidence of a square grid.
+    A grid is reported only if there is evidence for it: attributes or inputs of the layer or, if
+    each token attends to the whole image, a feature map of this forward. A square number of tokens
+    is no evidence of a square grid.
 
     Args:
         queries, keys: Numbers of queries and keys of each window.
@@ -57,7 +59,8 @@ def find_layout(
         sides = maps.arrange(queries, tracked), maps.arrange(keys, tracked)
         layout = _grids(queries, keys, windows, running, maps, sides)
         if layout.keys is None and cut and queries == keys == prod(cut.window):
-            # No feature map has the size of a window, but the block that cuts windows has their rows and columns.
+            # No feature map has the size of a window, but the block that cuts windows has their
+            # rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
         orders = sides[0].order, sides[1].order
         is_moved = orders != (range(queries), range(keys))
@@ -83,7 +86,9 @@ def find_layout(
 
 
 def _find_windows(running: Running) -> Windows | None:
-    """Return the windows of the innermost module that cuts its input into windows; None if no module does."""
+    """Return the windows of the innermost module that cuts its input into windows; None if no
+    module does.
+    """
     for module, inputs in reversed(running):
         if cut := known(module).windows:
             return cut(module, inputs)
@@ -130,9 +135,7 @@ def _grids(
         key_tokens = maps.frames(keys, of_keys)
     if record.latent_queries:
         return Layout(None, key_tokens, record.latent_queries, "latents")
-    specials = max(
-        key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1
-    )
+    specials = max(key_tokens.prefix if key_tokens else 0, sum(maps.special.around or ()), 1)
     if queries != keys and queries <= specials:
         reason = "the queries are class tokens or latents, which lie on no grid"
         return Layout(None, key_tokens, reason)
@@ -142,7 +145,8 @@ def _grids(
         return Layout(key_tokens, key_tokens)
     counts = f"{queries} queries and {keys} keys"
     strided = record.strided is not None and record.strided(module)
-    # If no input of the layer has the number of queries, they were pooled inside the layer in an unknown way.
+    # If no input of the layer has the number of queries, they were pooled inside the layer in an
+    # unknown way.
     if not strided and queries not in token_counts(inputs):
         reason = f"{counts}: the positions of the queries are unknown"
         return Layout(None, key_tokens, reason)
@@ -163,35 +167,27 @@ def is_in_pool(running: Running) -> bool:
     return any(isinstance(module, AttentionPool2d) for module, _ in running)
 
 
-def _pool_layout(
-    queries: int, keys: int, running: Running, maps: FeatureMaps
-) -> Layout | None:
+def _pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -> Layout | None:
     """Return the layout of an attention inside an attention pool; None for other attention."""
     pools = [call for call in running if isinstance(call.module, AttentionPool2d)]
     if not pools or queries != (pools[-1].module.num_classes or 1):
         return None
     pool, inputs = pools[-1]
-    shown = [
-        (x.shape[2], x.shape[3])
-        for x in inputs
-        if isinstance(x, Tensor) and x.ndim == 4
-    ]
+    shown = [(x.shape[2], x.shape[3]) for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
     prefix = 0 if pool.per_class else 1
     key_tokens = _find(keys, shown or maps.grids(), [prefix])
     reason = "the query is the class token, which lies on no grid"
     if pool.per_class:
-        reason = (
-            "the queries are class tokens, one for each class, which lie on no grid"
-        )
+        reason = "the queries are class tokens, one for each class, which lie on no grid"
     if key_tokens is None:
         reason = f"{keys} keys: no grid found"
     return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
 
 
-def _units_layout(
-    queries: int, keys: int, windows: int, running: Running
-) -> Layout | None:
-    """Return the layout of tokens that Hiera orders by mask units; None without units, or if some are left out."""
+def _units_layout(queries: int, keys: int, windows: int, running: Running) -> Layout | None:
+    """Return the layout of tokens that Hiera orders by mask units; None without units, or if some
+    are left out.
+    """
     records = [(known(module).mask_units, module) for module, _ in running]
     stages = [units for find, model in records if find for units in find(model)]
     sides = [_units_side(count, windows, stages) for count in (queries, keys)]
@@ -199,8 +195,7 @@ def _units_layout(
         return None
     (query_order, query_cut), (key_order, cut) = sides[0], sides[1]
     rows, columns = (
-        length / pooled
-        for length, pooled in zip(cut.window, query_cut.window, strict=True)
+        length / pooled for length, pooled in zip(cut.window, query_cut.window, strict=True)
     )
     # A query is a maximum over tokens, and is placed at their centre.
     centre = (rows - 1) / 2, (columns - 1) / 2
@@ -213,10 +208,10 @@ def _units_layout(
     )
 
 
-def _units_side(
-    count: int, windows: int, stages: list[MaskUnits]
-) -> tuple[Tensor, Windows] | None:
-    """Return the order of the tokens of a window, and the windows; None if no stage has such tokens."""
+def _units_side(count: int, windows: int, stages: list[MaskUnits]) -> tuple[Tensor, Windows] | None:
+    """Return the order of the tokens of a window, and the windows; None if no stage has such
+    tokens.
+    """
     for units in stages:
         is_unit = windows == 1 or count == prod(map(prod, units.strides))
         if is_unit and prod(units.grid) == count * windows:
@@ -238,27 +233,33 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
     return counts
 
 
-def _no_grid(
-    queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool
-) -> Layout:
-    """Return a layout without grids, with advice if the tokens of an image all attend to each other."""
+def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool) -> Layout:
+    """Return a layout without grids, with advice if the tokens of an image all attend to each
+    other.
+    """
     reason = f"{keys} keys: no grid found"
     if maps.is_deep:
         reason += " (the input is a video or a volume)"
     elif not maps.size:
         reason += " (the images' size is unknown)"
     if windows > 1:
-        reason += f"; {windows} windows per image, or as many heads if the layer has no attribute num_heads"
+        reason += (
+            f"; {windows} windows per image, or as many heads if the layer has no attribute "
+            "num_heads"
+        )
         return Layout(None, None, reason)
-    smaller = [
-        grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= MOST_SPECIAL
-    ]
+    smaller = [grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= MOST_SPECIAL]
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
         prefix = keys - height * width
-        reason += f"; if they are patches of the image, prefix_tokens={prefix} gives a grid of {height} x {width}"
+        reason += (
+            f"; if they are patches of the image, prefix_tokens={prefix} gives a grid of "
+            f"{height} x {width}"
+        )
         if prefix == 1:
-            reason += " with a class token before the patches, class_token='last' with one after them"
+            reason += (
+                " with a class token before the patches, class_token='last' with one after them"
+            )
     elif not maps.is_deep:
         reason += "; if they are patches of the image, give grid=(rows, columns) and prefix_tokens="
     return Layout(
@@ -275,12 +276,12 @@ def _is_given_words(running: Running) -> bool:
     return any(not x.is_floating_point() and x.ndim > 1 for x in tensors)
 
 
-def _aligned(
-    queries: Tokens, keys: Tokens, *, strided: bool
-) -> tuple[Tokens, Tokens] | None:
-    """Return both grids in cells of the finer one; None if the cells of the coarser grid differ in size.
+def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
+    """Return both grids in cells of the finer one; None if the cells of the coarser grid differ in
+    size.
 
-    A coarse token is placed at the first pixel of its cell if it is strided, else at the centre of the cell.
+    A coarse token is placed at the first pixel of its cell if it is strided, else at the centre of
+    the cell.
     """
     finer = max(queries.height, keys.height), max(queries.width, keys.width)
     aligned = []
@@ -288,13 +289,10 @@ def _aligned(
         sides = tokens.height, tokens.width
         steps = [-(-length // n) for length, n in zip(finer, sides, strict=True)]
         if strided and any(
-            -(-length // step) != n
-            for length, step, n in zip(finer, steps, sides, strict=True)
+            -(-length // step) != n for length, step, n in zip(finer, steps, sides, strict=True)
         ):
             return None
-        if not strided and any(
-            length % n for length, n in zip(finer, sides, strict=True)
-        ):
+        if not strided and any(length % n for length, n in zip(finer, sides, strict=True)):
             return None
         spacing = float(steps[0]), float(steps[1])
         origin = (0.0, 0.0) if strided else ((spacing[0] - 1) / 2, (spacing[1] - 1) / 2)

@@ -1,21 +1,23 @@
-"""Tracking of images and their pixels through a forward, which shows the rows and the order of the tokens of attention.
+"""Tracking of images and their pixels through a forward, which shows the rows and the order of the
+tokens of attention.
 
-The number of tokens does not show their order: a masked autoencoder shuffles its tokens, Hiera orders them by mask
-unit, and DETR can have as many object queries as there are cells. So each tensor of a forward gets a tensor of places
-of the same shape. The place of an element is the row-major number of the pixel from which it was computed, the mean of
-the numbers if there are several pixels, or NaN if it was computed from parameters only. Functions that move elements
-move their places, convolutions average them, and a token keeps its place in attention and residual connections. Places
-are computed from shapes and indices; the model itself runs only once. Words that a model gets beside images have the
-places -1, -2, and so on.
+The number of tokens does not show their order: a masked autoencoder shuffles its tokens, Hiera
+orders them by mask unit, and DETR can have as many object queries as there are cells. So each
+tensor of a forward gets a tensor of places of the same shape. The place of an element is the
+row-major number of the pixel from which it was computed, the mean of the numbers if there are
+several pixels, or NaN if it was computed from parameters only. Functions that move elements move
+their places, convolutions average them, and a token keeps its place in attention and residual
+connections. Places are computed from shapes and indices; the model itself runs only once. Words
+that a model gets beside images have the places -1, -2, and so on.
 
-In the same way, each row of a batch has a number, which shows the image of each row of an attention: layers may see
-some images only, or in another order, and models may show their layers several views of an image. What enters the patch
-embedding is a view; its pixels are numbered there, because its tokens can be in order although it was cropped or
-flipped.
+In the same way, each row of a batch has a number, which shows the image of each row of an
+attention: layers may see some images only, or in another order, and models may show their layers
+several views of an image. What enters the patch embedding is a view; its pixels are numbered there,
+because its tokens can be in order although it was cropped or flipped.
 
-A tensor without places is unknown: it comes from elsewhere, or from a function that is not tracked. Unknown places
-never raise an objection; images in unknown rows have no maps. If such a tensor is concatenated with a tensor that has
-places, its elements get infinity.
+A tensor without places is unknown: it comes from elsewhere, or from a function that is not tracked.
+Unknown places never raise an objection; images in unknown rows have no maps. If such a tensor is
+concatenated with a tensor that has places, its elements get infinity.
 """
 
 import sys
@@ -57,7 +59,8 @@ __all__ = [
     "objection_to_order",
 ]
 
-# A wrong order gives a step of -1 pixel or less; rounding errors of places are far below half a pixel.
+# A wrong order gives a step of -1 pixel or less; rounding errors of places are far below half a
+# pixel.
 _LEAST_STEP = -0.5
 LOST_IMAGES = "which images of the batch reach this layer could not be followed"
 # Means of equal numbers differ from them by rounding; random numbers of rows are further apart.
@@ -65,10 +68,12 @@ _ROUNDING = 1e-9
 
 
 def objection_to_order(places: Places, tokens: Tokens) -> str:
-    """Return the reason why tokens are not in row-by-row order on a grid; "" if they are, or if it is unknown.
+    """Return the reason why tokens are not in row-by-row order on a grid; "" if they are, or if it
+    is unknown.
 
     Args:
-        places: Places of the tokens, shape (N,), those beside the grid first; None if these are unknown.
+        places: Places of the tokens, shape (N,), those beside the grid first; None if these are
+            unknown.
         tokens: Grid on which the tokens are assumed to lie.
     """
     if places is None or len(places) != tokens.count:
@@ -77,7 +82,8 @@ def objection_to_order(places: Places, tokens: Tokens) -> str:
     on_image = grid[grid.isfinite()]  # without padding
     if grid.isnan().all():
         return "the tokens come from parameters, not from the image"
-    # As in SAM's decoder, prompts of unknown origin and learnt tokens can together be as many as the cells of a map.
+    # As in SAM's decoder, prompts of unknown origin and learnt tokens can together be as many as
+    # the cells of a map.
     if grid.isnan().any() and grid.isinf().any():
         return "some of the tokens come from parameters, not from the image"
     if bool((on_image < 0).any()):
@@ -91,11 +97,14 @@ def objection_to_order(places: Places, tokens: Tokens) -> str:
 
 
 def arrangement_of(places: Places) -> Arrangement | None:
-    """Return the positions of words and patches; None if one kind is missing, or if the patches are not contiguous."""
+    """Return the positions of words and patches; None if one kind is missing, or if the patches are
+    not contiguous.
+    """
     if places is None or not bool((places < 0).any()) or bool(places.isinf().any()):
         return None
     patches = (places >= 0).nonzero()[:, 0].tolist()
-    # If there are other tokens between the patches, they are fewer than the indices from the first to the last one.
+    # If there are other tokens between the patches, they are fewer than the indices from the first
+    # to the last one.
     if not patches or len(patches) <= patches[-1] - patches[0]:
         return None
     words = (places < 0).nonzero()[:, 0].tolist()
@@ -120,7 +129,8 @@ class View(NamedTuple):
     Args:
         image: Number of the image in the model's batch; -1 if it could not be followed.
         is_whole: Whether the view shows the image upright and to its borders.
-        size: Height and width of the grid of its numbered pixels; None if they are not those of an image.
+        size: Height and width of the grid of its numbered pixels; None if they are not those of an
+            image.
     """
 
     image: int
@@ -128,10 +138,9 @@ class View(NamedTuple):
     size: tuple[int, int] | None = None
 
 
-def images_of_views(
-    views: Sequence[View], images: int
-) -> tuple[Sequence[int] | None, str]:
-    """Return the number in the batch of each image of an attention; or None and the reason why it has no maps.
+def images_of_views(views: Sequence[View], images: int) -> tuple[Sequence[int] | None, str]:
+    """Return the number in the batch of each image of an attention; or None and the reason why it
+    has no maps.
 
     Args:
         views: Views of the rows, which are the windows of all images.
@@ -139,10 +148,7 @@ def images_of_views(
     """
     numbers = [view.image for view in views]
     windows = len(views) // images
-    by_image = [
-        set(numbers[start : start + windows])
-        for start in range(0, len(numbers), windows)
-    ]
+    by_image = [set(numbers[start : start + windows]) for start in range(0, len(numbers), windows)]
     if -1 in numbers or any(len(shown) > 1 for shown in by_image):
         return None, LOST_IMAGES
     numbers = numbers[::windows]
@@ -157,13 +163,14 @@ class PlaceTracker(TorchFunctionMode):
     """Mode that tracks images and their pixels through torch functions.
 
     Attributes:
-        failure: The last function of torch that could not be tracked because of an error, and the error; "" if none.
-        queries, keys: Places of the queries and keys of the attention that torch is computing, shapes (N_query,) and
-            (N_key,), for the first image and head; None if these are unknown.
+        failure: The last function of torch that could not be tracked because of an error, and the
+            error; "" if none.
+        queries, keys: Places of the queries and keys of the attention that torch is computing,
+            shapes (N_query,) and (N_key,), for the first image and head; None if these are unknown.
 
     Args:
-        inputs: Tensors among the inputs of the model. Tensors (B, C, H, W) are images, and tensors with five axes
-            videos.
+        inputs: Tensors among the inputs of the model. Tensors (B, C, H, W) are images, and tensors
+            with five axes videos.
         images: Images of the batch, (B, C, H, W) or a list of (C, H, W).
         patches: Number of patches if the model gets patches, (B, patches, C), in place of an image.
         numbers_pixels: Whether inputs are images, not maps that were computed from them.
@@ -188,7 +195,8 @@ class PlaceTracker(TorchFunctionMode):
         self.keys: Places = None
         self._rows: Places = None
         self._pixels = CarriedNumbers()
-        # Each view has a random number here, so that a mean over several views is the number of none.
+        # Each view has a random number here, so that a mean over several views is the number of
+        # none.
         self._views_of = CarriedNumbers(of_rows=True)
         self._generator = torch.Generator().manual_seed(0)
         self._numbers = torch.empty(0, dtype=torch.float64)
@@ -212,7 +220,8 @@ class PlaceTracker(TorchFunctionMode):
             elif tensor.ndim == 3 and tensor.shape[1] == patches:
                 places = pixel_numbers(tensor.shape[1])[:, None]
                 self._pixels[tensor] = places.expand(tensor.shape)
-        # If there is no image, integers and vectors can represent one, for example as codes of its patches.
+        # If there is no image, integers and vectors can represent one, for example as codes of its
+        # patches.
         if len(self._pixels):
             self._follow_words(inputs)
 
@@ -229,7 +238,8 @@ class PlaceTracker(TorchFunctionMode):
     def see(self, image: Tensor) -> None:
         """Give numbers to the views (n, C, H, W) that enter the patch embedding, and their pixels.
 
-        Tokens are then in order if they are in that of the view, whatever the model did to the image before.
+        Tokens are then in order if they are in that of the view, whatever the model did to the
+        image before.
         """
         with self._noting_failures("the patch embedding"):
             sources = self.views_of(image)
@@ -251,7 +261,9 @@ class PlaceTracker(TorchFunctionMode):
         return self._views_with(self._views_of.of(tensor), len(tensor))
 
     def shows_whole_images(self, inputs: Sequence[Any]) -> bool:
-        """Return whether all rows of a layer's tokens show the same pixels, so that they are no windows."""
+        """Return whether all rows of a layer's tokens show the same pixels, so that they are no
+        windows.
+        """
         tokens = next((x for x in inputs if isinstance(x, Tensor)), None)
         places = None if tokens is None else self._pixels.of(tokens)
         if places is None:
@@ -260,9 +272,7 @@ class PlaceTracker(TorchFunctionMode):
         is_same = rows.isclose(rows[:1], rtol=0, atol=_ROUNDING, equal_nan=True)
         return bool(rows.isfinite().any()) and bool(is_same.all())
 
-    def views_of_rows(
-        self, rows: int, module: nn.Module, heads: int | None
-    ) -> Sequence[View]:
+    def views_of_rows(self, rows: int, module: nn.Module, heads: int | None) -> Sequence[View]:
         """Return the views of the rows of the attention that torch is computing.
 
         Args:
@@ -273,9 +283,7 @@ class PlaceTracker(TorchFunctionMode):
         numbers = self._rows
         with self._noting_failures("attention"):
             if numbers is not None:
-                numbers = (
-                    numbers[None, ..., :1] if numbers.ndim < 3 else numbers[..., :1]
-                )
+                numbers = numbers[None, ..., :1] if numbers.ndim < 3 else numbers[..., :1]
                 if numbers.shape[:-2].numel() == rows:
                     numbers = numbers.flatten(0, -3)
                 else:
@@ -284,7 +292,9 @@ class PlaceTracker(TorchFunctionMode):
         return [View(-1, False)] * rows
 
     def _views_with(self, numbers: Places, rows: int) -> Sequence[View]:
-        """Return the view of each row, whose number all of the row has, except for what comes from parameters."""
+        """Return the view of each row, whose number all of the row has, except for what comes from
+        parameters.
+        """
         lost = View(-1, False)
         if numbers is None or not self._views:
             return [lost] * rows
@@ -307,9 +317,7 @@ class PlaceTracker(TorchFunctionMode):
             # Integers that are only 0 and 1 are a mask of words.
             is_ids = tensor.ndim == 2 and tensor.dtype in (torch.int32, torch.int64)
             if is_ids and bool((tensor > 1).any()):
-                self._pixels[tensor] = (-1 - pixel_numbers(tensor.shape[1])).expand(
-                    tensor.shape
-                )
+                self._pixels[tensor] = (-1 - pixel_numbers(tensor.shape[1])).expand(tensor.shape)
             elif tensor.ndim == 3 and tensor.is_floating_point():
                 places = -1 - pixel_numbers(tensor.shape[1])
                 self._pixels[tensor] = places[:, None].expand(tensor.shape)
@@ -335,13 +343,16 @@ class PlaceTracker(TorchFunctionMode):
 
     @contextmanager
     def _noting_failures(self, function: str) -> Iterator[None]:
-        """Note an error of tracking, which must never end the user's forward, as what then is unknown."""
+        """Note an error of tracking, which must never end the user's forward, as what then is
+        unknown.
+        """
         try:
             yield
         except Exception as error:
             self.failure = f"{function}: {error!r}"
 
-    # The following methods are not compiled, because torch.compile would also compile the functions on places.
+    # The following methods are not compiled, because torch.compile would also compile the functions
+    # on places.
 
     @never_compiled
     @unseen
@@ -354,11 +365,7 @@ class PlaceTracker(TorchFunctionMode):
         """Find the places of queries and keys before torch computes attention."""
         self.queries = self.keys = self._rows = None
         name = function_name(func)
-        if (
-            name != "softmax"
-            and name not in ATTENTION_FUNCTIONS
-            and not is_kernel(func)
-        ):
+        if name != "softmax" and name not in ATTENTION_FUNCTIONS and not is_kernel(func):
             return
         with self._noting_failures(name):
             inputs = tensors_in((*args, *kwargs.values()))
@@ -393,7 +400,8 @@ class PlaceTracker(TorchFunctionMode):
 
 def _pixels_of(image: Tensor) -> Tensor:
     """Return the numbers of the pixels of images or videos."""
-    # All images and channels have equal places, so these are expanded; unexpanded() finds strides of 0.
+    # All images and channels have equal places, so these are expanded; unexpanded() finds strides
+    # of 0.
     pixels = image[:1].narrow(channel_axis(image), 0, 1)
     return pixel_numbers(pixels.numel()).view(pixels.shape).expand(image.shape)
 
@@ -408,7 +416,9 @@ def _size_of(images: Tensor) -> tuple[int, int] | None:
 
 
 def _is_whole(pixels: Places, row: int, size: tuple[int, int] | None) -> bool:
-    """Return whether a row of (n, C, H, W) shows an image of this size upright and as a whole, as far as is known."""
+    """Return whether a row of (n, C, H, W) shows an image of this size upright and as a whole, as
+    far as is known.
+    """
     if pixels is None or size is None:
         return True
     height, width = size
@@ -416,8 +426,8 @@ def _is_whole(pixels: Places, row: int, size: tuple[int, int] | None) -> bool:
     across = width, corners[1] - corners[0], pixels.shape[3]
     down = height, (corners[2] - corners[0]) / width, pixels.shape[2]
     for side, distance, cells in (across, down):
-        # The centres of the first and the last cell lie half a cell inside. A pixel is lost where a side is no multiple
-        # of the cell's. Padding is NaN, and says nothing.
+        # The centres of the first and the last cell lie half a cell inside. A pixel is lost where a
+        # side is no multiple of the cell's. Padding is NaN, and says nothing.
         missing = side - distance
         if missing <= 0 or missing > 1 + 1.5 * max(1, side / cells):
             return False

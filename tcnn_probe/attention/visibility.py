@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HIDDEN", "Visibility", "find_visibility"]
 
-# A mask, or a logit that contains it, hides a key with at most this number. Models hide keys with minus infinity, the
-# smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds between regions of a window is far above it
-# (its keys make no padding; see Windows.regions), and so are biases of positions and logits of trained models.
+# A mask, or a logit that contains it, hides a key with at most this number. Models hide keys with
+# minus infinity, the smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds between
+# regions of a window is far above it (its keys make no padding; see Windows.regions), and so are
+# biases of positions and logits of trained models.
 HIDDEN = -5000.0
 
 
@@ -23,15 +24,15 @@ HIDDEN = -5000.0
 class Visibility:
     """Keys that the queries of a masked attention see. Padding does not count as a query.
 
-    Padding is a token that is hidden from all queries, itself included, or that sees only itself and is seen only by
-    itself. The last token of causal attention is neither.
+    Padding is a token that is hidden from all queries, itself included, or that sees only itself
+    and is seen only by itself. The last token of causal attention is neither.
 
     Args:
         queries: Whether each query counts, shape (B, windows, N_query).
         keys: Whether each key is seen by a query that counts, shape (B, windows, N_key).
         seen: Number of keys that each query sees, shape (B, windows, N_query).
-        distance: Mean distance from each query to the keys on the grid that it sees, shape (B, windows, N_query); None
-            if a grid is unknown.
+        distance: Mean distance from each query to the keys on the grid that it sees, shape (B,
+            windows, N_query); None if a grid is unknown.
     """
 
     queries: Tensor
@@ -70,7 +71,8 @@ class Visibility:
 def find_visibility(attention: "SoftmaxAttention") -> Visibility | None:
     """Find the padding of an attention; None without a mask."""
     logits, layout = attention.logits, attention.layout
-    # Tokens that attend to each other. As many other queries, such as those of a pool, are no padding.
+    # Tokens that attend to each other. As many other queries, such as those of a pool, are no
+    # padding.
     is_square = attention.queries == attention.keys and (
         layout.asking == "tokens" or (layout.asking == "words" and layout.keys is None)
     )
@@ -107,7 +109,9 @@ def find_visibility(attention: "SoftmaxAttention") -> Visibility | None:
 
 
 def _distance(attention: "SoftmaxAttention", visible: Tensor) -> Tensor:
-    """Return the mean distance to visible keys on the grid, (rows, N_query, N_key) -> (rows, N_query)."""
+    """Return the mean distance to visible keys on the grid, (rows, N_query, N_key) -> (rows,
+    N_query).
+    """
     layout, dtype = attention.layout, widest_dtype(attention.device)
     distances = layout.distances(slice(None), dtype, attention.device)
     on_grid = visible[..., layout.prefix :]

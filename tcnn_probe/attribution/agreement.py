@@ -9,10 +9,12 @@ __all__ = ["energy_inside", "pointing_game", "rank_correlation"]
 
 
 def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
-    """Compute the share of the positive saliency that lies inside the mask: sum_M max(s, 0) / sum max(s, 0).
+    """Compute the share of the positive saliency that lies inside the mask: sum_M max(s, 0) / sum
+    max(s, 0).
 
-    A map without positive saliency is as uninformative as a constant map and gets the same score, the mask's share of
-    the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing game.)
+    A map without positive saliency is as uninformative as a constant map and gets the same score,
+    the mask's share of the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing
+    game.)
 
     Args:
         maps: Saliency, shape (B, H, W).
@@ -26,21 +28,25 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     inside = masks.flatten(1)
     total = positive.sum(1)
     share = (positive * inside).sum(1) / total
-    # With 0 / 0, means over images would leave out such maps, which would favour methods that return them.
+    # With 0 / 0, means over images would leave out such maps, which would favour methods that
+    # return them.
     share = torch.where(total == 0, inside.double().mean(1), share)
     return share.masked_fill(~inside.any(1), torch.nan)
 
 
 def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Test if the most salient pixel lies on the object, as 1 or 0; of several such pixels, take the share that does.
+    """Test if the most salient pixel lies on the object, as 1 or 0; of several such pixels, take
+    the share that does.
 
-    A constant map therefore scores the mask's share of the image, as pointing at random does. (Zhang et al. 2018,
-    Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)
+    A constant map therefore scores the mask's share of the image, as pointing at random does.
+    (Zhang et al. 2018, Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance
+    is 15 pixels.)
 
     Args:
         maps: Saliency, shape (B, H, W).
         masks: Masks, shape (B, H, W), bool, True on the object.
-        tolerance: Distance in pixels; a maximum no further than this from the object counts as a hit.
+        tolerance: Distance in pixels; a maximum no further than this from the object counts as a
+            hit.
 
     Returns:
         Shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
@@ -50,9 +56,7 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     """
     _check(maps, masks)
     if not tolerance >= 0:
-        raise ValueError(
-            f"expected a tolerance of at least 0 pixels, got {tolerance!r}"
-        )
+        raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
@@ -62,7 +66,8 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
 
 
 def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
-    """Compute Spearman's correlation over pixels of two maps of each image; equal values share their mean rank.
+    """Compute Spearman's correlation over pixels of two maps of each image; equal values share
+    their mean rank.
 
     Values keep their sign. (Adebayo et al. 2018, Sanity Checks for Saliency Maps, §4.)
 
@@ -82,7 +87,8 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
         rank = torch.from_numpy(rankdata(values, axis=1, nan_policy="propagate"))
         ranks.append(rank - rank.mean(1, keepdim=True))
     first, second = ranks
-    # Pearson's correlation of the ranks; scipy's spearmanr takes two maps at a time, or correlates all images with all.
+    # Pearson's correlation of the ranks; scipy's spearmanr takes two maps at a time, or correlates
+    # all images with all.
     return (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
 
 
@@ -92,13 +98,12 @@ def _within(mask: Tensor, distance: float) -> Tensor:
     with needed_for("the tolerance"):
         from scipy.ndimage import distance_transform_edt
 
-    return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(
-        mask.device
-    )
+    return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(mask.device)
 
 
 def _check(maps: Tensor, masks: Tensor) -> None:
     if masks.dtype != torch.bool or masks.shape != maps.shape:
         raise ValueError(
-            f"expected masks of the maps' shape {tuple(maps.shape)}, bool; got {tuple(masks.shape)}, {masks.dtype}"
+            f"expected masks of the maps' shape {tuple(maps.shape)}, bool; got "
+            f"{tuple(masks.shape)}, {masks.dtype}"
         )

@@ -1,4 +1,6 @@
-"""The attentions on the path from the image to a model's output, and which of them run side by side."""
+"""The attentions on the path from the image to a model's output, and which of them run side by
+side.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["PathLayer", "attention_path"]
 
-# Sources of a tensor other than attentions, which are counted from 0 in the order of their calls. A tensor has an
-# unknown source if no function of torch has made it, as in kernels in C++ and in TorchScript.
+# Sources of a tensor other than attentions, which are counted from 0 in the order of their calls. A
+# tensor has an unknown source if no function of torch has made it, as in kernels in C++ and in
+# TorchScript.
 _IMAGE, _UNKNOWN = -1, -2
 Sources = frozenset[int]
 _NOTHING: Sources = frozenset()
@@ -41,7 +44,8 @@ class PathLayer:
         module: The layer.
         queries: Number of its queries.
         sources: Sources of its input.
-        beside: Number of an earlier attention that reads the same tokens and adds to the same sum; None without one.
+        beside: Number of an earlier attention that reads the same tokens and adds to the same sum;
+            None without one.
         on_path: Whether the tokens that it mixes come from the image and reach the model's output.
     """
 
@@ -54,21 +58,24 @@ class PathLayer:
 
 
 def attention_path(model: nn.Module, images: Tensor) -> list[PathLayer]:
-    """Find the attentions through which tokens pass one after another from the images to the model's output.
+    """Find the attentions through which tokens pass one after another from the images to the
+    model's output.
 
-    The model runs once. Each tensor of this forward carries its sources: the attentions from whose results it was
-    computed. So a teacher beside a student, or a tower of text beside one of images, is told from the layers above.
+    The model runs once. Each tensor of this forward carries its sources: the attentions from whose
+    results it was computed. So a teacher beside a student, or a tower of text beside one of images,
+    is told from the layers above.
 
     Returns:
         All attentions of a forward, in the order of their calls.
 
     Raises:
-        UnsupportedMethodError: Attentions on the path run side by side, or it is unknown whether they do.
+        UnsupportedMethodError: Attentions on the path run side by side, or it is unknown whether
+            they do.
     """
     check_model(model)
     sources = _SourceTracker(model, images)
-    # The tracker is entered before the stream's own modes, so that it has seen a function before the stream reports
-    # that this function was an attention.
+    # The tracker is entered before the stream's own modes, so that it has seen a function before
+    # the stream reports that this function was an attention.
     with sources:
         stream = AttentionStream(model, sources.listener, watched=layer_names(model))
         try:
@@ -126,9 +133,7 @@ class _SourceTracker(TorchFunctionMode):
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             memory = {tensor.untyped_storage().data_ptr() for tensor in outputs}
             outputs += [
-                tensor
-                for tensor in self._sources
-                if tensor.untyped_storage().data_ptr() in memory
+                tensor for tensor in self._sources if tensor.untyped_storage().data_ptr() in memory
             ]
         self.add(outputs, sources)
         self.last = sources, outputs
@@ -136,13 +141,15 @@ class _SourceTracker(TorchFunctionMode):
     def _of_tensor(self, tensor: Tensor) -> Sources:
         if isinstance(tensor, nn.Parameter) or id(tensor) in self._buffers:
             return _NOTHING
-        # Integers of unknown origin are the words or the mask of a text, which come in beside the image.
+        # Integers of unknown origin are the words or the mask of a text, which come in beside the
+        # image.
         unknown = {_UNKNOWN} if tensor.is_floating_point() else _NOTHING
         return self._sources.get(tensor, frozenset(unknown))
 
 
 class _PathListener(AttentionListener):
-    """Listener that numbers the attentions of a forward and adds them to the sources of what they return.
+    """Listener that numbers the attentions of a forward and adds them to the sources of what they
+    return.
 
     Attributes:
         layers: The attentions.
@@ -160,12 +167,12 @@ class _PathListener(AttentionListener):
         """Add an attention, as a source of what it returns."""
         sources, outputs = self._tracker.last
         self._tracker.add(outputs, frozenset({len(self.layers)}))
-        self.layers.append(
-            PathLayer(attention.name, attention.module, attention.queries, sources)
-        )
+        self.layers.append(PathLayer(attention.name, attention.module, attention.queries, sources))
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Note attentions that a module has run side by side on its input, and sources that were lost in a module."""
+        """Note attentions that a module has run side by side on its input, and sources that were
+        lost in a module.
+        """
         inputs = call.inputs
         tracker = self._tracker
         lost = [tensor for tensor in _tensors(output) if not tracker.knows(tensor)]
@@ -176,7 +183,8 @@ class _PathListener(AttentionListener):
         before = _known(tracker.of(tokens))
         new = sorted(number for number in tracker.of(output) - before if number >= 0)
         branches = [self.layers[number] for number in new]
-        # Two softmaxes in one call of a layer may be subtracted (differential attention), or act on different tokens.
+        # Two softmaxes in one call of a layer may be subtracted (differential attention), or act on
+        # different tokens.
         if len({branch.module for branch in branches}) < len(branches):
             return
         if all(
@@ -197,7 +205,9 @@ class _PathListener(AttentionListener):
 
 
 def _check(forward: _PathListener) -> None:
-    """Raise an error unless each attention on the path follows from all earlier ones, or runs beside the last."""
+    """Raise an error unless each attention on the path follows from all earlier ones, or runs
+    beside the last.
+    """
     on_path = [number for number, layer in enumerate(forward.layers) if layer.on_path]
     names = [forward.layers[number].layer for number in on_path]
     without_values = [name for name in names if name in forward.without_values]
@@ -212,8 +222,9 @@ def _check(forward: _PathListener) -> None:
         is_left_out = number not in forward.output and _UNKNOWN in forward.output
         if is_lost or (is_left_out and layer.layer not in forward.without_values):
             raise UnsupportedMethodError(
-                f"rollout follows tokens through functions of torch, and lost them around {layer.layer!r}, in a kernel "
-                f"of another library, TorchScript or NumPy. {WITHOUT_CLASS_TOKEN}"
+                "rollout follows tokens through functions of torch, and lost them around "
+                f"{layer.layer!r}, in a kernel of another library, TorchScript or NumPy. "
+                f"{WITHOUT_CLASS_TOKEN}"
             )
     earlier: set[int] = set()
     for number in on_path:
@@ -221,9 +232,9 @@ def _check(forward: _PathListener) -> None:
         if layer.beside is None and not earlier <= layer.sources:
             tower = forward.layers[max(earlier - layer.sources)].layer
             raise UnsupportedMethodError(
-                f"rollout multiplies layers that follow each other, and the output depends on {tower!r} and "
-                f"{layer.layer!r}, which run side by side, as in ensembles and in models of two views: give one of the "
-                f"towers as the model. {WITHOUT_CLASS_TOKEN}"
+                "rollout multiplies layers that follow each other, and the output depends on "
+                f"{tower!r} and {layer.layer!r}, which run side by side, as in ensembles and in "
+                f"models of two views: give one of the towers as the model. {WITHOUT_CLASS_TOKEN}"
             )
         earlier.add(number)
 

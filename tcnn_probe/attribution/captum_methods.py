@@ -38,7 +38,8 @@ _FILLED_IN |= {
     "return_convergence_delta",
     "verbose",
 }
-# Our options, and the parameters of captum to which they belong; "inputs" is a parameter of all methods.
+# Our options, and the parameters of captum to which they belong; "inputs" is a parameter of all
+# methods.
 _OURS = {
     "layer": "layer",
     "interpolation": "layer",
@@ -50,7 +51,9 @@ _OURS = {
 
 
 def captum_class(method: Any) -> Any:
-    """Return an attribution class of captum, given the class or its name; None for anything else."""
+    """Return an attribution class of captum, given the class or its name; None for anything
+    else.
+    """
     if not isinstance(method, (str, type)):
         return None
     with needed_for("a method of captum"):
@@ -60,11 +63,7 @@ def captum_class(method: Any) -> Any:
     if not isinstance(cls, type) or not issubclass(cls, attr.Attribution):
         return None
     # Abstract classes of captum take neither a model nor a function.
-    return (
-        cls
-        if {"forward_func", "model"} & inspect.signature(cls).parameters.keys()
-        else None
-    )
+    return cls if {"forward_func", "model"} & inspect.signature(cls).parameters.keys() else None
 
 
 def captum_maps(
@@ -77,31 +76,34 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """Sum the attributions of a captum method over channels; a layer's map is interpolated to pixels.
+    """Sum the attributions of a captum method over channels; a layer's map is interpolated to
+    pixels.
 
     Args:
-        method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
+        method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop",
+            "LayerGradCam", ...
         model: Model that returns class scores, with a gradient if the method needs it.
         images: Images, shape (B, C, H, W).
         target: Classes, shape (B,).
         batch_size: Number of images in the model at a time, if captum has such an option.
-        **options: Options of captum's class and of its ``attribute``; ``absolute=False``, whether to return the
-            magnitude of the sum; and if captum has a corresponding parameter
+        **options: Options of captum's class and of its ``attribute``; ``absolute=False``, whether
+            to return the magnitude of the sum; and if captum has a corresponding parameter
 
-            - ``layer=None``: Module or its name; None for the last layer with a map of several pixels on which the
-              score depends: a feature map, or tokens on a known grid;
+            - ``layer=None``: Module or its name; None for the last layer with a map of several
+              pixels on which the score depends: a feature map, or tokens on a known grid;
             - ``interpolation="bilinear"`` (or "nearest"): Interpolation between the layer's pixels;
-            - ``baseline=0.0``: Reference of the images, a number, 0 being the grey of images normalised by their
-              mean, or an image that broadcasts to (C, H, W);
-            - ``window=None``, ``stride=None``: Sizes of Occlusion in pixels, a number or (height, width); None for an
-              eighth of the image and half a window. All channels are covered together, and count once.
+            - ``baseline=0.0``: Reference of the images, a number, 0 being the grey of images
+              normalised by their mean, or an image that broadcasts to (C, H, W);
+            - ``window=None``, ``stride=None``: Sizes of Occlusion in pixels, a number or (height,
+              width); None for an eighth of the image and half a window. All channels are covered
+              together, and count once.
 
     Returns:
         Shape (B, H, W), and the layer's name, or "".
 
     Raises:
-        ValueError: The method, layer or interpolation is unknown; the layer has no map (B, C, H, W); or a window or
-            stride is out of range.
+        ValueError: The method, layer or interpolation is unknown; the layer has no map (B, C, H,
+            W); or a window or stride is out of range.
         TypeError: The method does not have an option.
     """
     cls = captum_class(method)
@@ -150,36 +152,36 @@ def captum_maps(
             else "several tensors"
         )
         raise ValueError(
-            f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
+            "expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; "
+            f"{name!r} gives {got}"
         )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
     if layer is not None and not layer.matters and not maps.any():
         warnings.warn(
-            f"the score does not depend on the map of {name!r}, so that its maps by {cls.__name__} are zero: in a ViT, "
-            "only the class token counts behind the last attention. layer=None takes the last layer that matters",
+            f"the score does not depend on the map of {name!r}, so that its maps by {cls.__name__} "
+            "are zero: in a ViT, only the class token counts behind the last attention. layer=None "
+            "takes the last layer that matters",
             RuntimeWarning,
             stacklevel=2,
         )
-    # A window covers all channels, each of which gets the whole effect, so only one channel is used.
+    # A window covers all channels, each of which gets the whole effect, so only one channel is
+    # used.
     maps = maps[:, 0] if occludes else maps.sum(1)
     if layer is not None:
         size = images.shape[2], images.shape[3]
-        maps = to_pixels(
-            maps, size, options.get("interpolation", "bilinear"), layer.fields
-        )
+        maps = to_pixels(maps, size, options.get("interpolation", "bilinear"), layer.fields)
     return (maps.abs() if options.get("absolute") else maps), name
 
 
-def _attribute(
-    cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]
-) -> Any:
-    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, also after exceptions."""
+def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
+    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, also
+    after exceptions.
+    """
     by_gradient = _uses_gradients(cls)
     before = [(module, {*vars(module)}) for module in model.modules()]
-    # captum accepts no other outputs than tensors, and some of its classes accept only modules, so a hook is needed.
-    handle = model.register_forward_hook(
-        lambda module, inputs, output: scores_of(output)
-    )
+    # captum accepts no other outputs than tensors, and some of its classes accept only modules, so
+    # a hook is needed.
+    handle = model.register_forward_hook(lambda module, inputs, output: scores_of(output))
     try:
         with torch.set_grad_enabled(by_gradient):
             method = cls(model, **_accepted(cls, values))
@@ -214,15 +216,13 @@ def _has_gradient(model: nn.Module, images: Tensor) -> bool:
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values for which a function has a parameter."""
-    return {
-        name: values[name]
-        for name in inspect.signature(function).parameters
-        if name in values
-    }
+    return {name: values[name] for name in inspect.signature(function).parameters if name in values}
 
 
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape (C, height, width) of the windows and of the steps between them, by captum's names."""
+    """Return the shape (C, height, width) of the windows and of the steps between them, by captum's
+    names.
+    """
     channels, *size = images.shape[1:]
     if window is None:
         # This gives about 15 x 15 windows on images of any size, at steps of half a window.
@@ -232,11 +232,7 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
         stride = [max(1, length // 2) for length in side]
     step = pair(stride)
     if any(not 0 < length <= limit for length, limit in zip(side, size, strict=True)):
-        raise ValueError(
-            f"expected a window within the image's {tuple(size)} pixels, got {window}"
-        )
+        raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
     if any(not 0 < length <= limit for length, limit in zip(step, side, strict=True)):
-        raise ValueError(
-            f"expected a stride from 1 to the window's {side} pixels, got {stride}"
-        )
+        raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
     return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}

@@ -35,25 +35,30 @@ def class_attention(
     layer: str | nn.Module | None = None,
     interpolation: str = "bilinear",
 ) -> tuple[Tensor, str]:
-    """Average the class token's attention to the patches over heads, without post-processing except interpolation.
+    """Average the class token's attention to the patches over heads, without post-processing except
+    interpolation.
 
-    If each class has its own token (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
-    target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
+    If each class has its own token (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is
+    that of the target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4;
+    thesis, 3.7.2.5.)
 
     Args:
         model: Model with class attention, an attention pool, or class tokens.
         images: Images, shape (B, C, H, W).
         target: Classes, shape (B,).
-        layer: Attention layer, or its name; None for the first layer in which only class tokens are queries (CaiT's
-            first block of class attention, an attention pool), else the last layer with a class token.
+        layer: Attention layer, or its name; None for the first layer in which only class tokens are
+            queries (CaiT's first block of class attention, an attention pool), else the last layer
+            with a class token.
         interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        Map of shape (B, H, W) and the layer's name. Each pixel has the weight of its patch, so that weights sum over
-        patches, not over pixels, to 1 minus the attention to class and register tokens.
+        Map of shape (B, H, W) and the layer's name. Each pixel has the weight of its patch, so that
+        weights sum over patches, not over pixels, to 1 minus the attention to class and register
+        tokens.
 
     Raises:
-        ValueError: The model has no class token, the layer is unknown, or the grid of its patches is unknown.
+        ValueError: The model has no class token, the layer is unknown, or the grid of its patches
+            is unknown.
     """
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
@@ -72,9 +77,7 @@ def class_attention(
     name = _choose(maps_by_layer, layer, missing, list(stream.layers))
     maps = maps_by_layer[name].arrays.get("class_attention")
     if maps is None:
-        maps = maps_by_layer[name].arrays["attention_by_class"][
-            range(len(images)), :, target.cpu()
-        ]
+        maps = maps_by_layer[name].arrays["attention_by_class"][range(len(images)), :, target.cpu()]
     return to_pixels(maps.mean(1), size, interpolation, selection.fields), name
 
 
@@ -84,7 +87,9 @@ def _choose(
     missing: dict[str, str],
     order: Sequence[str],
 ) -> str:
-    """Return the name of the layer to show, with a warning if later layers should be shown but have no maps."""
+    """Return the name of the layer to show, with a warning if later layers should be shown but have
+    no maps.
+    """
     if layer is not None:
         if layer not in maps_by_layer:
             reason = f": {missing[layer]}" if layer in missing else ""
@@ -94,10 +99,7 @@ def _choose(
             )
         return layer
     if not maps_by_layer:
-        reasons = (
-            "; ".join(dict.fromkeys(missing.values()))
-            or "no softmax attention was seen"
-        )
+        reasons = "; ".join(dict.fromkeys(missing.values())) or "no softmax attention was seen"
         raise UnsupportedMethodError(
             f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}"
         )
@@ -106,13 +108,14 @@ def _choose(
         if maps.queries is None:
             return name
     name = list(maps_by_layer)[-1]
-    # In a model whose layers lose their grid, by pruning tokens for example, an early layer is not what is asked for.
+    # In a model whose layers lose their grid, by pruning tokens for example, an early layer is not
+    # what is asked for.
     later = [layer for layer in order[order.index(name) :] if layer in missing]
     lost = [layer for layer in later if missing[layer] != NO_CLASS_TOKEN]
     if lost:
         warnings.warn(
-            f"the class attention shown is that of {name!r}: {len(lost)} later layers, up to {lost[-1]!r}, have no map "
-            f"({missing[lost[-1]]})",
+            f"the class attention shown is that of {name!r}: {len(lost)} later layers, up to "
+            f"{lost[-1]!r}, have no map ({missing[lost[-1]]})",
             RuntimeWarning,
             stacklevel=2,
         )

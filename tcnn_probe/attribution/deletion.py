@@ -1,4 +1,6 @@
-"""Deletion and insertion: the probability of a class while pixels are replaced in the order of their saliency."""
+"""Deletion and insertion: the probability of a class while pixels are replaced in the order of
+their saliency.
+"""
 
 from typing import Literal
 
@@ -26,7 +28,8 @@ def deletion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are replaced, from the image to the baseline.
+    """Measure the probability of the target while the most salient pixels are replaced, from the
+    image to the baseline.
 
     (Petsiuk et al. 2018, RISE, §3.4 and Alg. 1.)
 
@@ -35,15 +38,19 @@ def deletion_curve(
         images: Images, shape (B, C, H, W).
         maps: Saliency, shape (B, H, W).
         target: Classes, shape (B,).
-        steps: Number of steps S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
-        baseline: Number that replaces pixels, 0 being the grey of images normalised by their mean; or an image.
-        score: Score that is measured: "softmax", the probability among the classes; "sigmoid", that of the class by
-            itself; or "logit", the output of the model. None for the softmax; a model with one output needs another.
+        steps: Number of steps S; at step i, round(i H W / S) pixels are replaced; no more steps
+            than pixels.
+        baseline: Number that replaces pixels, 0 being the grey of images normalised by their mean;
+            or an image.
+        score: Score that is measured: "softmax", the probability among the classes; "sigmoid", that
+            of the class by itself; or "logit", the output of the model. None for the softmax; a
+            model with one output needs another.
         batch_size: Images in the model at a time.
         seed: Seed of the order of pixels of equal saliency.
 
     Returns:
-        Share of pixels replaced, (S + 1,), and scores, (B, S + 1), NaN for a map with a NaN; float64.
+        Share of pixels replaced, (S + 1,), and scores, (B, S + 1), NaN for a map with a NaN;
+        float64.
     """
     end = background(baseline, images)
     return _curve(
@@ -71,13 +78,16 @@ def insertion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are inserted, starting from a blurred image.
+    """Measure the probability of the target while the most salient pixels are inserted, starting
+    from a blurred image.
 
-    RISE blurs by a Gaussian of 11 x 11 pixels with σ = 5, with zeros outside the image; here the image is mirrored at
-    its border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
+    RISE blurs by a Gaussian of 11 x 11 pixels with σ = 5, with zeros outside the image; here the
+    image is mirrored at its border, and the kernel is no wider than the image allows. (Petsiuk et
+    al. 2018, RISE, §3.4.)
 
     Args:
-        model, images, maps, target, steps, score, batch_size, seed: The arguments of :func:`deletion_curve`.
+        model, images, maps, target, steps, score, batch_size, seed: The arguments of
+            :func:`deletion_curve`.
         start: Image to start from: "blur", a number or an image.
 
     Returns:
@@ -98,20 +108,23 @@ def insertion_curve(
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
-    """Compute the area under curves (B, S + 1) over shares (S + 1,) from 0 to 1 by the trapezoidal rule: (B,)."""
+    """Compute the area under curves (B, S + 1) over shares (S + 1,) from 0 to 1 by the trapezoidal
+    rule: (B,).
+    """
     return torch.trapezoid(curve, shares, dim=-1)
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Return the rank of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
+    """Return the rank of each pixel in the order of saliency, the most salient first: (B, H, W) to
+    (B, H * W).
 
-    Pixels of equal saliency are in a random order, the same for all images, so that a constant map gives this order.
+    Pixels of equal saliency are in a random order, the same for all images, so that a constant map
+    gives this order.
     """
     values = -maps.flatten(1).double().cpu().numpy()
-    chance = np.broadcast_to(
-        np.random.default_rng(seed).random(values.shape[1]), values.shape
-    )
-    # Equal values are ordered at random, because a stable order would begin at the top of each image.
+    chance = np.broadcast_to(np.random.default_rng(seed).random(values.shape[1]), values.shape)
+    # Equal values are ordered at random, because a stable order would begin at the top of each
+    # image.
     order = np.lexsort((chance, values), axis=-1)
     # The inverse permutation has the rank of each pixel.
     return torch.from_numpy(np.argsort(order, axis=-1))
@@ -133,7 +146,8 @@ def _curve(
     """Measure scores while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
-    # Counts are rounded one by one, so that the last step has all pixels even if steps do not divide their number.
+    # Counts are rounded one by one, so that the last step has all pixels even if steps do not
+    # divide their number.
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
     for rows, old in batches(model, before, batch_size):
@@ -143,9 +157,7 @@ def _curve(
         at_once = max(1, batch_size // len(old))
         for first in range(0, steps + 1, at_once):
             counts_of_batch = counts[first : first + at_once]
-            mixed = torch.cat(
-                [torch.where(place < count, new, old) for count in counts_of_batch]
-            )
+            mixed = torch.cat([torch.where(place < count, new, old) for count in counts_of_batch])
             classes = target[rows].cpu().repeat(len(counts_of_batch))[:, None]
             logits = class_scores(model, mixed).cpu().double()
             used = check_score(score, logits.shape[1], "softmax")

@@ -1,4 +1,6 @@
-"""``faithfulness()``: labelled measures of how well maps show the pixels on which a model depends."""
+"""``faithfulness()``: labelled measures of how well maps show the pixels on which a model
+depends.
+"""
 
 import inspect
 import json
@@ -46,8 +48,10 @@ class Metric:
     """A measure of maps. Its definition is the first paragraph of its function's docstring.
 
     Args:
-        function: Function that returns a number for each image, (B,), or a curve: shares and values.
-        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that computes maps.
+        function: Function that returns a number for each image, (B,), or a curve: shares and
+            values.
+        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that
+            computes maps.
         long_name: Name in words.
         range: Possible values.
         better: Direction of better maps.
@@ -117,9 +121,7 @@ METRICS: Mapping[str, Metric] = {
         _YEH,
         units="score of the class, squared",
     ),
-    "sensitivity": Metric(
-        sensitivity, "method", "sensitivity", "from 0", "lower", _YEH
-    ),
+    "sensitivity": Metric(sensitivity, "method", "sensitivity", "from 0", "lower", _YEH),
     "rank_correlation": Metric(
         rank_correlation,
         "others",
@@ -151,7 +153,8 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure how well saliency shows the pixels on which a model's score depends, or the position of the object.
+    """Measure how well saliency shows the pixels on which a model's score depends, or the position
+    of the object.
 
     ::
 
@@ -159,45 +162,52 @@ def faithfulness(
         print(scores.pointing_game.mean("image").to_pandas())
         print(tcnn_probe.evaluation.mean_interval(scores.sel(attribution="gradcam").pointing_game))
 
-    The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity", "sensitivity" and
-    "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and
-    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map shows nothing: its
-    scores are NaN, with a warning. The scores of a map with a NaN are NaN. If the model does not support one of several
+    The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity",
+    "sensitivity" and "rank_correlation". The functions of these names in
+    :mod:`tcnn_probe.attribution` (``deletion_curve`` and ``insertion_curve`` with ``area_under``
+    for the first two) take plain tensors. A constant map shows nothing: its scores are NaN, with a
+    warning. The scores of a map with a NaN are NaN. If the model does not support one of several
     methods, it is left out, with a warning.
 
     Args:
-        model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
-        images: Images that the model takes, shape (B, C, H, W), or the output of a processor of transformers, see
-            :func:`tcnn_probe.saliency`.
-        saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, which are computed now; or a mapping
-            from names to any of these, or to maps of shape (B, H, W).
-        target: Classes, see :func:`tcnn_probe.saliency`; None for those of the given maps, if they have targets.
-        masks: Masks of the objects, shape (B, H, W), bool; "energy_inside" and "pointing_game" need them.
+        model: Model that returns a score for each class, shape (B, K), or an object with such
+            ``logits``.
+        images: Images that the model takes, shape (B, C, H, W), or the output of a processor of
+            transformers, see :func:`tcnn_probe.saliency`.
+        saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, which are
+            computed now; or a mapping from names to any of these, or to maps of shape (B, H, W).
+        target: Classes, see :func:`tcnn_probe.saliency`; None for those of the given maps, if they
+            have targets.
+        masks: Masks of the objects, shape (B, H, W), bool; "energy_inside" and "pointing_game" need
+            them.
         metrics: Names; None for all metrics that can be computed from the other arguments.
         options: Options of the methods that are computed now, by name.
         batch_size: Number of images in the model at a time.
         steps: Number of steps of the deletion and insertion curves.
-        baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image (C, H, W).
+        baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image
+            (C, H, W).
         start: Image at which insertion starts: "blur", or a number or an image.
         score: Score that is measured while pixels are deleted or inserted, see
-            :func:`tcnn_probe.attribution.deletion_curve`: "softmax" (None), "sigmoid" for several labels or one output
-            that tells two classes apart, or "logit" for numbers, as in regression. Infidelity is of the logit, which
-            methods that are computed now explain.
+            :func:`tcnn_probe.attribution.deletion_curve`: "softmax" (None), "sigmoid" for several
+            labels or one output that tells two classes apart, or "logit" for numbers, as in
+            regression. Infidelity is of the logit, which methods that are computed now explain.
         tolerance: Tolerance of the pointing game, in pixels.
         samples: Number of random changes of each image, for infidelity and sensitivity.
         radius: Largest change of an entry of the image, for sensitivity.
-        seed: Seed of all random numbers, which are the same for each image and do not depend on batches.
+        seed: Seed of all random numbers, which are the same for each image and do not depend on
+            batches.
         progress: Whether to show a progress bar, see :func:`tcnn_probe.saliency`.
 
     Returns:
-        Dataset with the dims (attribution, image), and (attribution, other, image) for "rank_correlation", float64. The
-        ``attrs`` define each variable. Sensitivity needs a method that can be computed again; its ``attrs["missing"]``
-        has the reasons, in JSON, why it is NaN for some attributions.
+        Dataset with the dims (attribution, image), and (attribution, other, image) for
+        "rank_correlation", float64. The ``attrs`` define each variable. Sensitivity needs a method
+        that can be computed again; its ``attrs["missing"]`` has the reasons, in JSON, why it is NaN
+        for some attributions.
 
     Raises:
-        ValueError, TypeError: Images, maps, masks, methods, metrics or options have another type or are out of range;
-            or a requested metric lacks masks, a method that can be computed again, or a score: the model gives
-            features, or one number and no ``score``.
+        ValueError, TypeError: Images, maps, masks, methods, metrics or options have another type or
+            are out of range; or a requested metric lacks masks, a method that can be computed
+            again, or a score: the model gives features, or one number and no ``score``.
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -244,9 +254,7 @@ def faithfulness(
                 continue
             try:
                 maps.append(
-                    maps_of(
-                        attribution, model, images, explained, batch_size, bar.update
-                    )[0]
+                    maps_of(attribution, model, images, explained, batch_size, bar.update)[0]
                 )
             except UnsupportedMethodError as error:
                 unsupported[attribution.name] = error
@@ -260,15 +268,11 @@ def faithfulness(
             # A metric gets the settings for which its function has a parameter.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
-            for attribution, judged, flat in zip(
-                attributions, maps, constant, strict=True
-            ):
+            for attribution, judged, flat in zip(attributions, maps, constant, strict=True):
                 if metric.takes == "masks":
                     result = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
-                    result = torch.stack(
-                        [metric.function(judged, reference) for reference in maps]
-                    )
+                    result = torch.stack([metric.function(judged, reference) for reference in maps])
                 elif metric.takes == "method" and attribution.explain is None:
                     result = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
@@ -296,9 +300,7 @@ def faithfulness(
 
     for name, reason in unsupported.items():
         warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
-    flat_maps = {
-        x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)
-    }
+    flat_maps = {x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)}
     if any(flat_maps.values()):
         counts = ", ".join(f"{n} of {name!r}" for name, n in flat_maps.items() if n)
         warnings.warn(
@@ -330,9 +332,7 @@ def _select_metrics(
             "method": len(maps_only) == len(attributions),
             "others": len(attributions) == 1,
         }
-        names = [
-            name for name, metric in METRICS.items() if not lacking.get(metric.takes)
-        ]
+        names = [name for name, metric in METRICS.items() if not lacking.get(metric.takes)]
     else:
         names = [metrics] if isinstance(metrics, str) else list(metrics)
     for name in names:
@@ -342,10 +342,12 @@ def _select_metrics(
             raise ValueError(
                 f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)"
             )
-        # If the user names no metrics, this one is computed for the methods, and is NaN for maps that were given.
+        # If the user names no metrics, this one is computed for the methods, and is NaN for maps
+        # that were given.
         if METRICS[name].takes == "method" and maps_only and metrics is not None:
             raise ValueError(
-                f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}"
+                f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was "
+                f"{_MAPS_ALONE}"
             )
     return {name: METRICS[name] for name in names}
 
@@ -373,7 +375,9 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the maps of a method again, with the order of arguments in which :func:`sensitivity` calls it."""
+    """Compute the maps of a method again, with the order of arguments in which :func:`sensitivity`
+    calls it.
+    """
     assert attribution.explain is not None
     maps, _layer = attribution.explain(model, images, targets, batch_size)
     return maps
@@ -399,9 +403,7 @@ def _find_attributions(
         ):
             # Options are given under the user's name of the method.
             own_options = {name_of(value): options[name]} if name in options else {}
-            attributions.append(
-                replace(find_methods(value, own_options)[0], name=str(name))
-            )
+            attributions.append(replace(find_methods(value, own_options)[0], name=str(name)))
         else:
             attributions.append(_user_maps(value, images, str(name)))
     computed = [attribution.name for attribution in attributions if attribution.explain]
@@ -414,7 +416,9 @@ def _find_attributions(
 
 
 def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
-    """Return the classes that the user's maps explain, shape (B,), or None if no map has targets."""
+    """Return the classes that the user's maps explain, shape (B,), or None if no map has
+    targets.
+    """
     known = [
         (attribution.name, attribution.targets)
         for attribution in attributions
@@ -423,7 +427,8 @@ def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
     for name, targets in known[1:]:
         if not torch.equal(targets, known[0][1]):
             raise ValueError(
-                f"the maps {known[0][0]!r} and {name!r} explain different targets: choose one with target="
+                f"the maps {known[0][0]!r} and {name!r} explain different targets: choose one with "
+                "target="
             )
     return known[0][1] if known else None
 
@@ -432,9 +437,7 @@ def _as_masks(masks: Any, images: Tensor) -> Tensor:
     """Return masks as a bool tensor, shape (B, H, W), on the CPU."""
     tensor = _as_tensor(masks, images, "masks")
     if tensor.dtype != torch.bool:
-        raise TypeError(
-            f"expected masks of dtype bool, True on the object, got {tensor.dtype}"
-        )
+        raise TypeError(f"expected masks of dtype bool, True on the object, got {tensor.dtype}")
     return tensor
 
 
@@ -453,9 +456,7 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
         maps = maps.transpose("image", "y", "x")
     tensor = _as_tensor(maps, images, f"maps of {name!r}")
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return Attribution(
-        name, {"definition": "given as maps"}, maps=tensor, targets=targets
-    )
+    return Attribution(name, {"definition": "given as maps"}, maps=tensor, targets=targets)
 
 
 def _as_tensor(values: Any, images: Tensor, noun: str) -> Tensor:
@@ -467,12 +468,8 @@ def _as_tensor(values: Any, images: Tensor, noun: str) -> Tensor:
             else torch.from_numpy(np.array(values))
         )
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"expected {noun}, an array (B, H, W), got {values!r}"
-        ) from error
+        raise TypeError(f"expected {noun}, an array (B, H, W), got {values!r}") from error
     expected = (len(images), *images.shape[2:])
     if tuple(tensor.shape) != expected:
-        raise ValueError(
-            f"expected {noun} of shape {expected}, got {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"expected {noun} of shape {expected}, got {tuple(tensor.shape)}")
     return tensor

@@ -1,4 +1,6 @@
-"""Choice of the layer to explain: the named layer, or the last layer that returns a map of the image."""
+"""Choice of the layer to explain: the named layer, or the last layer that returns a map of the
+image.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +30,12 @@ __all__ = [
 ]
 
 WITHOUT_GRADIENTS = (
-    "no gradient of the score reaches the images, because the model runs under torch.no_grad or computes in integers: "
-    "'class_attention', 'rollout' and 'occlusion' need none"
+    "no gradient of the score reaches the images, because the model runs under torch.no_grad or "
+    "computes in integers: 'class_attention', 'rollout' and 'occlusion' need none"
 )
-WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
+WITHOUT_CLASS_TOKEN = (
+    "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
+)
 
 
 class UnsupportedMethodError(ValueError):
@@ -58,7 +62,8 @@ class MapLayer:
 
     @contextmanager
     def as_feature_map(self) -> Iterator[nn.Module]:
-        """Provide a module through which the map (B, C, h, w) passes: a stand-in, if the layer returns tokens.
+        """Provide a module through which the map (B, C, h, w) passes: a stand-in, if the layer
+        returns tokens.
 
         Tokens before and after the grid bypass the stand-in.
         """
@@ -68,17 +73,17 @@ class MapLayer:
         tokens, stand_in = self.tokens, nn.Identity()
 
         def pass_through(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            # (B, N, C) is split in three. The cells become (B, C, rows, columns), pass through the stand-in, and are
-            # reshaped back.
+            # (B, N, C) is split in three. The cells become (B, C, rows, columns), pass through the
+            # stand-in, and are reshaped back.
             before, cells, after = output.flatten(1, -2).tensor_split(
                 (tokens.prefix, tokens.count), 1
             )
             feature_map = stand_in(
                 cells.transpose(1, 2).unflatten(2, (tokens.height, tokens.width))
             )
-            return torch.cat(
-                [before, feature_map.flatten(2).transpose(1, 2), after], 1
-            ).view_as(output)
+            return torch.cat([before, feature_map.flatten(2).transpose(1, 2), after], 1).view_as(
+                output
+            )
 
         handle = self.module.register_forward_hook(pass_through)
         try:
@@ -112,19 +117,17 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
         if module is layer or name == layer:
             return name, module
     label = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
-    raise ValueError(
-        f"the model has no layer {label}; model.named_modules() has their names"
-    )
+    raise ValueError(f"the model has no layer {label}; model.named_modules() has their names")
 
 
-def map_layer(
-    model: nn.Module, image: Tensor, layer: str | nn.Module | None = None
-) -> MapLayer:
-    """Find the named layer, or the last one with a map of more than one pixel on which the score depends.
+def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = None) -> MapLayer:
+    """Find the named layer, or the last one with a map of more than one pixel on which the score
+    depends.
 
-    Such maps are feature maps (B, C, H, W), and tokens, (B, N, C) or (B, H, W, C), if their grid is known. After the
-    last block of most vision transformers the score depends only on the class token, so the block before is chosen. The
-    model runs once on the image, shape (1, C, H, W). A ValueError is raised if there is no such layer.
+    Such maps are feature maps (B, C, H, W), and tokens, (B, N, C) or (B, H, W, C), if their grid is
+    known. After the last block of most vision transformers the score depends only on the class
+    token, so the block before is chosen. The model runs once on the image, shape (1, C, H, W). A
+    ValueError is raised if there is no such layer.
     """
     check_model(model)
     name, module = (None, None) if layer is None else find_layer(model, layer)
@@ -133,7 +136,8 @@ def map_layer(
     with torch.enable_grad():
         # Gradients have to reach every layer, even if all parameters are frozen.
         image = image.detach().clone().requires_grad_()
-        # The stream's hooks are used because an interruption could leave torch's own hooks on modules.
+        # The stream's hooks are used because an interruption could leave torch's own hooks on
+        # modules.
         stream = AttentionStream(model, outputs, watched=outputs.names, fields=fields)
         outputs.maps = stream.maps
         try:
@@ -162,16 +166,16 @@ def map_layer(
 
 
 def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of a score in tensors of its forward, None for those on which it does not depend."""
+    """Return the gradients of a score in tensors of its forward, None for those on which it does
+    not depend.
+    """
     if not score.requires_grad:
         return [None] * len(values)
     # Tensors from under torch.no_grad have no gradient, and torch refuses to compute it.
     places = [place for place, value in enumerate(values) if value.requires_grad]
     # backward() would add to the gradients of parameters, but grad() does not.
     gradients = (
-        torch.autograd.grad(
-            score, [values[place] for place in places], allow_unused=True
-        )
+        torch.autograd.grad(score, [values[place] for place in places], allow_unused=True)
         if places
         else ()
     )
@@ -187,7 +191,8 @@ def _on_map(values: Tensor, tokens: Tokens | None) -> Tensor:
 
 
 class _Outputs(AttentionListener):
-    """Feature maps and tokens that modules returned in a forward, in their order, and the grids of attention.
+    """Feature maps and tokens that modules returned in a forward, in their order, and the grids of
+    attention.
 
     Args:
         model: Model to listen to.
@@ -200,17 +205,17 @@ class _Outputs(AttentionListener):
         self.kept: list[_Output] = []
         self._layer = layer
         self._grids: dict[int, Tokens] = {}
-        # The patches inside an attention pool are projected for its queries, so the map is the input of the pool.
+        # The patches inside an attention pool are projected for its queries, so the map is the
+        # input of the pool.
         pools = {
             part
             for module in self.names
             if isinstance(module, AttentionPool2d)
             for part in module.modules()
         }
-        # Layers inside a block (norms, projections) return tokens, too, but part of the score bypasses them.
-        self._composite = {
-            module for module in self.names if [*module.children()]
-        } - pools
+        # Layers inside a block (norms, projections) return tokens, too, but part of the score
+        # bypasses them.
+        self._composite = {module for module in self.names if [*module.children()]} - pools
 
     def attends(self, attention: Attention) -> None:
         """Keep the grids that an attention has in the image, by their numbers of tokens."""
@@ -223,16 +228,14 @@ class _Outputs(AttentionListener):
         elif attention.windows == 1:
             layout = attention.layout
             self._grids |= {
-                tokens.count: tokens
-                for tokens in (layout.queries, layout.keys)
-                if tokens
+                tokens.count: tokens for tokens in (layout.queries, layout.keys) if tokens
             }
-        self._grids |= {
-            rows * columns: Tokens(0, rows, columns) for rows, columns in grids
-        }
+        self._grids |= {rows * columns: Tokens(0, rows, columns) for rows, columns in grids}
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Keep feature maps, tokens that a composite module computes from tokens, and the given layer's output."""
+        """Keep feature maps, tokens that a composite module computes from tokens, and the given
+        layer's output.
+        """
         module, inputs = call
         is_map = self._is_map(output)
         is_kept = is_map or (module is self._layer and isinstance(output, Tensor))
@@ -242,7 +245,9 @@ class _Outputs(AttentionListener):
             self.kept.append(_Output(self.names[module], module, output, is_map))
 
     def place_prefixes(self) -> None:
-        """Place special tokens after the grid if the model has them there; attention places all before the grid."""
+        """Place special tokens after the grid if the model has them there; attention places all
+        before the grid.
+        """
         for count, tokens in self._grids.items():
             arrangement = self.maps.arrange(count)
             if arrangement.after:
@@ -264,20 +269,25 @@ class _Outputs(AttentionListener):
             tokens = self.tokens(output.value)
             if tokens is None:
                 raise UnsupportedMethodError(
-                    f"this model works on tokens ({output.name!r}), whose grid is not known: name a layer that gives a "
-                    "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
+                    f"this model works on tokens ({output.name!r}), whose grid is not known: name "
+                    "a layer that gives a feature map (B, C, H, W) with layer=, or use "
+                    "'integrated_gradients' or 'occlusion'"
                 )
-            # After the last block of a ViT only the class token has a gradient, so its patches show nothing.
+            # After the last block of a ViT only the class token has a gradient, so its patches show
+            # nothing.
             if _on_map(gradient, tokens).any():
                 return output
         if place < 0:
             raise UnsupportedMethodError(
-                "no layer gives a feature map (B, C, H, W), or tokens, of more than one pixel: name one with layer="
+                "no layer gives a feature map (B, C, H, W), or tokens, of more than one pixel: "
+                "name one with layer="
             )
         return self.kept[place]
 
     def tokens(self, value: Tensor) -> Tokens | None:
-        """Return the grid of tokens (B, N, C) or (B, H, W, C); None if it is unknown, or for other tensors."""
+        """Return the grid of tokens (B, N, C) or (B, H, W, C); None if it is unknown, or for other
+        tensors.
+        """
         if not self._are_tokens(value):
             return None
         if value.ndim == 4:
@@ -286,21 +296,13 @@ class _Outputs(AttentionListener):
         if count in self._grids:
             return self._grids[count]
         return next(
-            (
-                Tokens(0, *grid)
-                for grid in self.maps.grids()
-                if grid[0] * grid[1] == count
-            ),
+            (Tokens(0, *grid) for grid in self.maps.grids() if grid[0] * grid[1] == count),
             None,
         )
 
     def _is_map(self, x: Any) -> bool:
         """Return whether ``x`` is a feature map (B, C, H, W) of more than one pixel."""
-        return (
-            isinstance(x, Tensor)
-            and x.ndim == 4
-            and self._is_grid(x.shape[2], x.shape[3])
-        )
+        return isinstance(x, Tensor) and x.ndim == 4 and self._is_grid(x.shape[2], x.shape[3])
 
     def _are_tokens(self, x: Any) -> bool:
         """Return whether ``x`` has tokens: (B, N, C), or (B, H, W, C) as in Swin."""

@@ -28,21 +28,24 @@ def infidelity(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """Average (I · s - (f(x) - f(x_I)))² over random squares I, which are covered in x_I; f is the target's score.
+    """Average (I · s - (f(x) - f(x_I)))² over random squares I, which are covered in x_I; f is the
+    target's score.
 
-    I · s is the sum of the saliency s over the square's pixels. Squares have a side of 1 pixel to half of the image's
-    shorter side and random positions, and are the same for all images. The computation is captum's ``infidelity``. (Yeh
-    et al. 2019, On the (In)fidelity and Sensitivity of Explanations, Definition 2.1; square removal, §2.3.)
+    I · s is the sum of the saliency s over the square's pixels. Squares have a side of 1 pixel to
+    half of the image's shorter side and random positions, and are the same for all images. The
+    computation is captum's ``infidelity``. (Yeh et al. 2019, On the (In)fidelity and Sensitivity of
+    Explanations, Definition 2.1; square removal, §2.3.)
 
     Args:
         model: Model that returns class scores.
         images: Images, shape (B, C, H, W).
         maps: Saliency, shape (B, H, W).
         target: Classes, shape (B,).
-        baseline: Value of covered pixels: a number, 0 being the grey of images normalised by their mean; or an image.
+        baseline: Value of covered pixels: a number, 0 being the grey of images normalised by their
+            mean; or an image.
         samples: Number of squares.
-        normalize: Whether each map is first scaled by its optimal factor, which is necessary to compare maps with
-            different units.
+        normalize: Whether each map is first scaled by its optimal factor, which is necessary to
+            compare maps with different units.
         batch_size: Number of images in the model at a time.
         seed: Seed of the squares.
 
@@ -57,13 +60,12 @@ def infidelity(
     values = []
     for rows, batch in batches(model, images, batch_size):
         cover = partial(_cover, iter(squares), len(batch), baseline)
-        # captum needs an attribution of each channel. Channels get equal shares, because a square covers all of them.
+        # captum needs an attribution of each channel. Channels get equal shares, because a square
+        # covers all of them.
         by_channel = maps[rows].to(batch)[:, None].expand_as(batch) / batch.shape[1]
         common = _common_options(batch, target[rows], samples, batch_size)
         values.append(
-            metrics.infidelity(
-                scores, cover, batch, by_channel, normalize=normalize, **common
-            )
+            metrics.infidelity(scores, cover, batch, by_channel, normalize=normalize, **common)
         )
     return torch.cat(values).cpu().double()
 
@@ -79,9 +81,11 @@ def sensitivity(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """Find the largest ‖s(x + δ) - s(x)‖ / ‖s(x)‖ over random δ with entries within ± radius; s is the map.
+    """Find the largest ‖s(x + δ) - s(x)‖ / ‖s(x)‖ over random δ with entries within ± radius; s is
+    the map.
 
-    The target does not change. The computation is captum's ``sensitivity_max``. (Yeh et al. 2019, Definition 3.1.)
+    The target does not change. The computation is captum's ``sensitivity_max``. (Yeh et al. 2019,
+    Definition 3.1.)
 
     Args:
         model: Model; the images are moved to its device and dtype.
@@ -107,10 +111,7 @@ def sensitivity(
     samples = whole_number(samples, "samples", 1)
     # The noise is drawn once, so that batches of any size have the same noise.
     noise = (
-        torch.rand(
-            samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)
-        )
-        * 2
+        torch.rand(samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)) * 2
         - 1
     )
 
@@ -134,12 +135,9 @@ def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     squares = torch.zeros(samples, *size, dtype=torch.bool)
     for square in squares:
-        side = int(
-            torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator)
-        )
+        side = int(torch.randint(1, max(1, min(size) // 2) + 1, (), generator=generator))
         y, x = (
-            int(torch.randint(0, length - side + 1, (), generator=generator))
-            for length in size
+            int(torch.randint(0, length - side + 1, (), generator=generator)) for length in size
         )
         square[y : y + side, x : x + side] = True
     return squares
@@ -150,19 +148,17 @@ def _cover(
 ) -> tuple[Tensor, Tensor]:
     """Return the next squares, and the images with these squares covered."""
     covered = _next(squares, count, images).expand_as(images)
-    return covered.to(images.dtype), torch.where(
-        covered, background(baseline, images), images
-    )
+    return covered.to(images.dtype), torch.where(covered, background(baseline, images), images)
 
 
-def _shake(
-    noise: Iterator[Tensor], count: int, radius: float, images: Tensor
-) -> Tensor:
+def _shake(noise: Iterator[Tensor], count: int, radius: float, images: Tensor) -> Tensor:
     return images + radius * _next(noise, count, images).to(images.dtype)
 
 
 def _next(samples: Iterator[Tensor], count: int, images: Tensor) -> Tensor:
-    """Return a sample for each image; captum repeats each of ``count`` images for several samples at a time."""
+    """Return a sample for each image; captum repeats each of ``count`` images for several samples
+    at a time.
+    """
     return (
         torch.stack([*islice(samples, len(images) // count)])
         .to(images.device)

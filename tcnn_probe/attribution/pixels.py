@@ -1,4 +1,6 @@
-"""Arrays of the image size: maps of cells interpolated to pixels, and backgrounds that replace pixels."""
+"""Arrays of the image size: maps of cells interpolated to pixels, and backgrounds that replace
+pixels.
+"""
 
 from typing import Any
 
@@ -15,24 +17,23 @@ _BLUR = 11, 5.0  # kernel and standard deviation in pixels, as in RISE's publish
 def to_pixels(
     maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields
 ) -> Tensor:
-    """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at least.
+    """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at
+    least.
 
-    A cell lies at the centre of its receptive field. Beyond the outermost cells, their values are continued.
+    A cell lies at the centre of its receptive field. Beyond the outermost cells, their values are
+    continued.
     """
     if interpolation not in ("bilinear", "nearest"):
-        raise ValueError(
-            f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}"
-        )
+        raise ValueError(f"expected interpolation='bilinear' or 'nearest', got {interpolation!r}")
     maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
     if tuple(maps.shape[1:]) == size:
         return maps
     places = fields.places((maps.shape[1], maps.shape[2]))
     for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
         last = maps.shape[dim] - 1
-        # In float64, rounding does not move a pixel that is midway between two cells from one cell to the other.
-        at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(
-            0, last
-        )
+        # In float64, rounding does not move a pixel that is midway between two cells from one cell
+        # to the other.
+        at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(0, last)
         if interpolation == "nearest":
             at = (at + 0.5).floor().clamp(max=last)
         before = at.long()
@@ -54,7 +55,9 @@ def is_constant(maps: Tensor) -> Tensor:
 
 
 def background(value: Any, images: Tensor) -> Tensor:
-    """Return the background for each of the images (B, C, H, W), from a number, an image, or "blur"."""
+    """Return the background for each of the images (B, C, H, W), from a number, an image, or
+    "blur".
+    """
     if isinstance(value, str):
         if value != "blur":
             raise ValueError(f"expected 'blur', a number or an image, got {value!r}")
@@ -70,14 +73,13 @@ def background(value: Any, images: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor) -> Tensor:
-    """Blur images (B, C, H, W), mirrored at the border; the kernel is no wider than the image allows."""
+    """Blur images (B, C, H, W), mirrored at the border; the kernel is no wider than the image
+    allows.
+    """
     from torchvision.transforms.functional import gaussian_blur
 
     width, sigma = _BLUR
-    # torchvision's kernel sizes are odd and have x first. Its padding reflects, so kernels cannot be wider than the
-    # image.
-    kernel = [
-        min(width, 2 * ((side - 1) // 2) + 1)
-        for side in (images.shape[3], images.shape[2])
-    ]
+    # torchvision's kernel sizes are odd and have x first. Its padding reflects, so kernels cannot
+    # be wider than the image.
+    kernel = [min(width, 2 * ((side - 1) // 2) + 1) for side in (images.shape[3], images.shape[2])]
     return gaussian_blur(images, kernel, [sigma, sigma])

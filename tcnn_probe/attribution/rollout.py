@@ -27,17 +27,19 @@ __all__ = ["rollout"]
 def rollout(
     model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear"
 ) -> tuple[Tensor, str]:
-    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
+    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer
+    l, mean over heads.
 
-    Layers are those on the path from the image to the output: a teacher beside a student, or a tower of text, does not
-    count. Parallel layers that add to the same tokens (ViT-S 18x2) are one layer with the heads of all; if the output
-    depends on towers side by side, as in an ensemble, there is no such product. A layer of class attention with the
-    token as its only query (CaiT, attention pools) leaves the patches unchanged; a class token that joins the patches
-    after some layers (ConViT) consists only of itself before. For CaiT's talking heads W is the softmax, before the
-    heads are mixed. The model runs twice. Then the row is followed from the last layer back to the first, so that no
-    matrices are multiplied: queries and keys of all layers are stored, or, if the model has formed its attention
-    itself, their N x N matrices, means over heads. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers,
-    §3.)
+    Layers are those on the path from the image to the output: a teacher beside a student, or a
+    tower of text, does not count. Parallel layers that add to the same tokens (ViT-S 18x2) are one
+    layer with the heads of all; if the output depends on towers side by side, as in an ensemble,
+    there is no such product. A layer of class attention with the token as its only query (CaiT,
+    attention pools) leaves the patches unchanged; a class token that joins the patches after some
+    layers (ConViT) consists only of itself before. For CaiT's talking heads W is the softmax,
+    before the heads are mixed. The model runs twice. Then the row is followed from the last layer
+    back to the first, so that no matrices are multiplied: queries and keys of all layers are
+    stored, or, if the model has formed its attention itself, their N x N matrices, means over
+    heads. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
 
     Args:
         model: Vision transformer of one resolution with a class token.
@@ -46,11 +48,12 @@ def rollout(
         interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        Map of shape (B, H, W), with the share of the patch at each pixel, and "" in place of a layer's name.
+        Map of shape (B, H, W), with the share of the patch at each pixel, and "" in place of a
+        layer's name.
 
     Raises:
-        ValueError: Attention is in windows or between different numbers of tokens, the output depends on towers side by
-            side, or there is no class token.
+        ValueError: Attention is in windows or between different numbers of tokens, the output
+            depends on towers side by side, or there is no class token.
     """
     flow = _TokenFlow(len(images), attention_path(model, images))
     size = images.shape[2], images.shape[3]
@@ -71,7 +74,8 @@ class _Mix:
 
     Args:
         tokens: Number of tokens.
-        has_joined: Whether the first is a class token that consisted only of itself before, such as that of ConViT.
+        has_joined: Whether the first is a class token that consisted only of itself before, such as
+            that of ConViT.
         layers: Attention of each layer, or its sum over heads, shape (B or 1, N, N).
         heads: Number of heads of all layers.
     """
@@ -84,8 +88,9 @@ class _Mix:
     def add(self, attention: Attention) -> None:
         """Add a parallel layer."""
         self.heads += attention.heads
-        # Queries and keys take less than their products, unless the model has formed these. What other attention is
-        # rebuilt from, such as the input of nn.MultiheadAttention, the model may change later in the forward.
+        # Queries and keys take less than their products, unless the model has formed these. What
+        # other attention is rebuilt from, such as the input of nn.MultiheadAttention, the model may
+        # change later in the forward.
         is_small = attention.source.numel() < attention.images * self.tokens**2
         is_kept = not isinstance(attention, SoftmaxAttention) or isinstance(
             attention.logits, ProductLogits
@@ -93,13 +98,13 @@ class _Mix:
         if is_kept and is_small:
             self.layers.append(attention)
             return
-        blocks = [
-            attention.weights(rows)[:, 0].sum(1) for rows in self._blocks(attention)
-        ]
+        blocks = [attention.weights(rows)[:, 0].sum(1) for rows in self._blocks(attention)]
         self.layers.append(torch.cat(blocks, 1))
 
     def before(self, row: Tensor) -> Tensor:
-        """Return a row of shares of the tokens, (B, N), as shares of the tokens before these layers."""
+        """Return a row of shares of the tokens, (B, N), as shares of the tokens before these
+        layers.
+        """
         total = torch.zeros_like(row)
         for layer in self.layers:
             if isinstance(layer, Tensor):
@@ -120,13 +125,16 @@ class _Mix:
 
 
 class _TokenFlow(AttentionListener):
-    """Attention of the layers so far, through which shares of the input tokens in the class token are followed."""
+    """Attention of the layers so far, through which shares of the input tokens in the class token
+    are followed.
+    """
 
     def __init__(self, images: int, path: Sequence[PathLayer]) -> None:
         self._images = images
         self._path = iter(path)
         self._mixes: list[_Mix] = []
-        # Attention of a class token that is not among the tokens, (B, keys), of each layer that gathers them for it.
+        # Attention of a class token that is not among the tokens, (B, keys), of each layer that
+        # gathers them for it.
         self._gathers: list[Tensor] = []
         self._last: Attention | None = None
 
@@ -135,35 +143,40 @@ class _TokenFlow(AttentionListener):
         name, layer = attention.name, next(self._path, None)
         if layer is None or layer.layer != name:
             raise UnsupportedMethodError(
-                f"rollout needs the same layers in every forward; {name!r} did not run at this place in another one"
+                f"rollout needs the same layers in every forward; {name!r} did not run at this "
+                "place in another one"
             )
         if not layer.on_path:
             return
         if isinstance(attention.module, GPSA):
             raise UnsupportedMethodError(
-                f"rollout follows tokens through attention alone, and around the GPSA layer {name!r} convolutions move "
-                f"them as well. {WITHOUT_CLASS_TOKEN}"
+                "rollout follows tokens through attention alone, and around the GPSA layer "
+                f"{name!r} convolutions move them as well. {WITHOUT_CLASS_TOKEN}"
             )
         if attention.windows == 1 and not attention.shows_batch:
             reason = attention.without_maps or (
                 f"it sees {attention.images} of {self._images}, or in another order"
             )
             raise UnsupportedMethodError(
-                f"rollout needs all {self._images} images in every layer; {name!r} saw {attention.images}: {reason}"
+                f"rollout needs all {self._images} images in every layer; {name!r} saw "
+                f"{attention.images}: {reason}"
             )
         if attention.windows > 1:
             raise UnsupportedMethodError(
-                f"rollout needs attention over the whole image; {name!r} attends in windows. {WITHOUT_CLASS_TOKEN}"
+                f"rollout needs attention over the whole image; {name!r} attends in windows. "
+                f"{WITHOUT_CLASS_TOKEN}"
             )
         tokens = self._mixes[-1].tokens if self._mixes else None
         if tokens is None and (
             attention.queries == 1 or isinstance(attention.module, PatchAttention)
         ):
             raise UnsupportedMethodError(
-                f"rollout follows tokens from layer to layer; here only {name!r} attends: use 'class_attention'"
+                f"rollout follows tokens from layer to layer; here only {name!r} attends: use "
+                "'class_attention'"
             )
         is_square = attention.queries == attention.keys and not self._gathers
-        # A square layer mixes the tokens, perhaps with a class token that joins them here; a single query gathers them.
+        # A square layer mixes the tokens, perhaps with a class token that joins them here; a single
+        # query gathers them.
         has_joined = (
             is_square
             and tokens is not None
@@ -176,16 +189,15 @@ class _TokenFlow(AttentionListener):
             self._mixes[-1].add(attention)
             self._last = attention
         elif (
-            attention.queries == 1
-            and tokens is not None
-            and attention.keys in (tokens, tokens + 1)
+            attention.queries == 1 and tokens is not None and attention.keys in (tokens, tokens + 1)
         ):
             weights = attention.weights(slice(0, 1))[:, 0].mean(1)[:, 0]
             self._gathers.append(weights.expand(self._images, -1))
         else:
             raise UnsupportedMethodError(
-                f"rollout needs the same tokens in every layer: {name!r} has {attention.queries} queries and "
-                f"{attention.keys} keys{f' after {tokens} tokens' if tokens else ''}. {WITHOUT_CLASS_TOKEN}"
+                f"rollout needs the same tokens in every layer: {name!r} has {attention.queries} "
+                f"queries and {attention.keys} keys{f' after {tokens} tokens' if tokens else ''}. "
+                f"{WITHOUT_CLASS_TOKEN}"
             )
 
     def map(self) -> Tensor:
@@ -197,7 +209,8 @@ class _TokenFlow(AttentionListener):
         patches, query = self._last.layout.keys, self._last.class_query
         if patches is None:
             raise UnsupportedMethodError(
-                f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
+                f"the patches of {self._last.name!r} lie on no known grid: "
+                f"{self._last.layout.reason}"
             )
         if self._gathers:
             row = self._row_of_gathers(self._last.keys)
@@ -217,13 +230,16 @@ class _TokenFlow(AttentionListener):
         )
 
     def _row_of_gathers(self, tokens: int) -> Tensor:
-        """Return the shares of the tokens, before they are gathered, in a class token that is the only query."""
+        """Return the shares of the tokens, before they are gathered, in a class token that is the
+        only query.
+        """
         row: Tensor | float = 0.0
         # Share of the class token as it was before the gathers that come later.
         share: Tensor | float = 1.0
         for weights in reversed(self._gathers):
             row = row + share * weights[:, -tokens:] / 2
-            # The class token may attend to itself, too, as in CaiT, or only to patches, as in attention pools.
+            # The class token may attend to itself, too, as in CaiT, or only to patches, as in
+            # attention pools.
             itself = weights[:, :-tokens].sum(1, keepdim=True)
             share = share * (1 + itself) / 2
         assert isinstance(row, Tensor)

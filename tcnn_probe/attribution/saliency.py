@@ -56,7 +56,9 @@ __all__ = [
 ]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Method of the user: a function from model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
+"""Method of the user: a function from model, images (B, C, H, W) and targets (B,) to maps (B, H,
+W).
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Method:
     """A method: its definition, its source and the code that computes it.
 
     Args:
-        computed_by: Function, whose docstring defines the method, or name of a class of captum.attr.
+        computed_by: Function, whose docstring defines the method, or name of a class of
+            captum.attr.
         source: Publication.
         definition: Definition in a sentence; "" for the first paragraph of the docstring.
         units: Units of the maps.
@@ -83,7 +86,8 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "class_attention": Method(
         class_attention,
-        "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
+        "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, "
+        "section 3",
         units="1",
         needs_score=False,
     ),
@@ -96,14 +100,16 @@ METHODS: Mapping[str, Method] = {
     "gradcam": Method(
         "LayerGradCam",
         "Selvaraju et al. 2017, Grad-CAM",
-        "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
+        "Feature maps of a layer weighted by the mean gradient of the target's score, summed; "
+        "interpolated to pixels.",
         # The paper's Eq. 2 keeps positive sums; captum's default keeps all.
         options={"relu_attributions": True},
     ),
     "integrated_gradients": Method(
         "IntegratedGradients",
         "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks",
-        "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
+        "Difference from a baseline times the mean gradient of the target's score between the two, "
+        "sum over channels.",
         # The paper's section 5 finds 20 to 300 steps enough; captum takes 50.
         options={"n_steps": 32},
     ),
@@ -115,7 +121,8 @@ METHODS: Mapping[str, Method] = {
     "occlusion": Method(
         "Occlusion",
         "Zeiler & Fergus 2014, Visualizing and Understanding Convolutional Networks",
-        "Fall of the target's score when a window is covered, mean over the windows that cover the pixel.",
+        "Fall of the target's score when a window is covered, mean over the windows that cover the "
+        "pixel.",
     ),
 }
 
@@ -127,7 +134,8 @@ class Attribution:
     Args:
         name: Name among the attributions.
         about: Attributes of its maps.
-        explain: Function from model, images, target and batch size to maps and the layer's name; None for maps.
+        explain: Function from model, images, target and batch size to maps and the layer's name;
+            None for maps.
         maps: The user's maps, shape (B, H, W).
         targets: Classes that the user's maps explain, shape (B,), if they have targets.
         needs_score: Whether the maps depend on the score of a class.
@@ -135,9 +143,7 @@ class Attribution:
 
     name: str
     about: Mapping[str, str]
-    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = (
-        None
-    )
+    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None
     maps: Tensor | None = None
     targets: Tensor | None = None
     needs_score: bool = False
@@ -147,17 +153,15 @@ def saliency(
     model: nn.Module,
     images: Any,
     target: int | Sequence[int] | Tensor | None = None,
-    method: str
-    | type
-    | OwnMethod
-    | Sequence[str | type | OwnMethod] = "class_attention",
+    method: str | type | OwnMethod | Sequence[str | type | OwnMethod] = "class_attention",
     *,
     score: Score | None = None,
     batch_size: int = 32,
     progress: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Show which pixels a model's score for a class depends on, by one method or several, at the images' resolution.
+    """Show which pixels a model's score for a class depends on, by one method or several, at the
+    images' resolution.
 
     ::
 
@@ -165,39 +169,46 @@ def saliency(
         maps = tcnn_probe.saliency(model, images, method=methods, gradcam={"layer": "blocks"})
         maps.gradcam.sel(image=0).plot(yincrease=False)
 
-    Methods are "class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion" and the
-    attribution classes of captum.attr, or their names ("GuidedBackprop"). Their options are those of the functions
-    :func:`class_attention`, :func:`rollout` and :func:`captum_maps` in :mod:`tcnn_probe.attribution`.
+    Methods are "class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient",
+    "occlusion" and the attribution classes of captum.attr, or their names ("GuidedBackprop"). Their
+    options are those of the functions :func:`class_attention`, :func:`rollout` and
+    :func:`captum_maps` in :mod:`tcnn_probe.attribution`.
 
-    The model runs in eval mode; its flags, gradients and hooks are restored afterwards. Calls on one model from several
-    threads wait for each other.
+    The model runs in eval mode; its flags, gradients and hooks are restored afterwards. Calls on
+    one model from several threads wait for each other.
 
     Args:
-        model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
-        images: Images that the model takes, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
-            :func:`tcnn_probe.images.as_images`; or the output of a processor of transformers, for example with the
-            texts of CLIP as classes. The model then gets all images in one batch.
-        target: Class to explain, for all images or for each image; None for the model's own prediction.
-        method: Name or class, as above; your own function ``(model, images, target) -> maps`` with tensors
-            (B, C, H, W), (B,) and (B, H, W); or several of these.
-        score: Score that is explained: "logit", the output of the model; "softmax", the probability of the class among
-            all; or "sigmoid", its probability by itself. None for the logit; a model with one output, which may be
-            either, needs ``target=0`` or a score.
+        model: Model that returns a score for each class, shape (B, K), or an object with such
+            ``logits``.
+        images: Images that the model takes, shape (B, C, H, W), a tensor or an array, on any
+            device; or pictures, see :func:`tcnn_probe.images.as_images`; or the output of a
+            processor of transformers, for example with the texts of CLIP as classes. The model then
+            gets all images in one batch.
+        target: Class to explain, for all images or for each image; None for the model's own
+            prediction.
+        method: Name or class, as above; your own function ``(model, images, target) -> maps`` with
+            tensors (B, C, H, W), (B,) and (B, H, W); or several of these.
+        score: Score that is explained: "logit", the output of the model; "softmax", the probability
+            of the class among all; or "sigmoid", its probability by itself. None for the logit; a
+            model with one output, which may be either, needs ``target=0`` or a score.
         batch_size: Number of images in the model at a time.
-        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
-        **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown instead
-            of that of the method's own choice; with several methods, ``name={...}`` for each.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal
+            or in a notebook.
+        **options: Options of the method, such as ``layer``, the layer whose attention or feature
+            map is shown instead of that of the method's own choice; with several methods,
+            ``name={...}`` for each.
 
     Returns:
-        An ``xarray.DataArray`` with the dims (image, y, x) and the coordinate ``target``, whose ``attrs`` describe it
-        (method, layer, units, definition, source, options) and give the versions of software. For several methods, an
-        ``xarray.Dataset`` of such arrays by name; a method that the model does not support is left out, with a warning.
-        Maps of a model without scores (features, or one output) have no ``target``.
-        The dtype is float64 for a float64 model, else float32.
+        An ``xarray.DataArray`` with the dims (image, y, x) and the coordinate ``target``, whose
+        ``attrs`` describe it (method, layer, units, definition, source, options) and give the
+        versions of software. For several methods, an ``xarray.Dataset`` of such arrays by name; a
+        method that the model does not support is left out, with a warning. Maps of a model without
+        scores (features, or one output) have no ``target``. The dtype is float64 for a float64
+        model, else float32.
 
     Raises:
-        ValueError, TypeError: Images, targets, a method or an option have another type or are out of range; or the
-            model does not support the method, or does not return scores.
+        ValueError, TypeError: Images, targets, a method or an option have another type or are out
+            of range; or the model does not support the method, or does not return scores.
     """
     # A class of captum is callable, too.
     is_single = isinstance(method, str) or callable(method)
@@ -206,8 +217,8 @@ def saliency(
     for name, value in options.items():
         if not isinstance(value, dict):
             raise TypeError(
-                f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
-                f"got {name}={value!r}"
+                f"with several methods, expected the options of each, as in gradcam={{'layer': "
+                f"...}}; got {name}={value!r}"
             )
     methods = find_methods(method, options)
     # The preparation is kept for plot.saliency_overlay, which gets the same pictures.
@@ -222,9 +233,7 @@ def saliency(
         coords: dict[str, Any] = {"image": range(len(images))}
         no_score: NoScoreError | None = None
         try:
-            targets, score = find_targets(
-                model, images, target, batch_size, score, default="logit"
-            )
+            targets, score = find_targets(model, images, target, batch_size, score, default="logit")
             coords["target"] = "image", targets.numpy()
         except NoScoreError as error:
             # Attention is the same for all targets.
@@ -262,11 +271,7 @@ def saliency(
         raise next(iter(unsupported.values()))
     for name, reason in unsupported.items():
         warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
-    return (
-        labelled[methods[0].name].rename("saliency")
-        if is_single
-        else xr.Dataset(labelled)
-    )
+    return labelled[methods[0].name].rename("saliency") if is_single else xr.Dataset(labelled)
 
 
 @torch.no_grad()
@@ -278,9 +283,11 @@ def find_targets(
     score: Score | None,
     default: Score,
 ) -> tuple[Tensor, Score]:
-    """Return classes, shape (B,), the user's or the model's prediction, and the score of these classes.
+    """Return classes, shape (B,), the user's or the model's prediction, and the score of these
+    classes.
 
-    Raise NoScoreError if there are none: the model gives features, or one number of unknown meaning.
+    Raise NoScoreError if there are none: the model gives features, or one number of unknown
+    meaning.
     """
     if target is None or (score or default) != "logit":
         check_head(model)
@@ -301,7 +308,8 @@ def find_targets(
     indices = class_indices(target, f"targets{features}", classes)
     if indices.ndim and indices.shape != images.shape[:1]:
         raise ValueError(
-            f"expected one target, or {len(images)}, one for each image; got shape {tuple(indices.shape)}"
+            f"expected one target, or {len(images)}, one for each image; got shape "
+            f"{tuple(indices.shape)}"
         )
     # expand() shares one element between all images, but a coordinate needs its own memory.
     return indices.expand(len(images)).clone(), used
@@ -315,26 +323,26 @@ def maps_of(
     batch_size: int,
     done: Callable[[int], Any],
 ) -> tuple[Tensor, str]:
-    """Compute maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval mode."""
+    """Compute maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval
+    mode.
+    """
     if attribution.explain is None:
         assert attribution.maps is not None
         done(len(images))
         return attribution.maps, ""
     parts, layer = [], ""
     for rows, batch in batches(model, images, batch_size):
-        maps, layer = attribution.explain(
-            model, batch, targets[rows].to(batch.device), batch_size
-        )
+        maps, layer = attribution.explain(model, batch, targets[rows].to(batch.device), batch_size)
         # Maps are moved batch by batch, so that maps of all images need not fit on the device.
         parts.append(maps.to(torch.promote_types(maps.dtype, torch.float32)).cpu())
         done(len(batch))
     return torch.cat(parts), layer
 
 
-def find_methods(
-    method: Any, options: Mapping[str, Mapping[str, Any]]
-) -> list[Attribution]:
-    """Return the methods for a name, a class of captum or a function, or a list of these; options are by name."""
+def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
+    """Return the methods for a name, a class of captum or a function, or a list of these; options
+    are by name.
+    """
     methods = method
     if (
         isinstance(method, str)
@@ -343,28 +351,20 @@ def find_methods(
         or not method
     ):
         methods = [method]
-    attributions = [
-        _find_method(method, options.get(name_of(method), {})) for method in methods
-    ]
+    attributions = [_find_method(method, options.get(name_of(method), {})) for method in methods]
     names = [attribution.name for attribution in attributions]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"expected methods of different names, got {name!r} twice")
     for name in options:
         if name not in names:
-            raise ValueError(
-                f"options for {name!r}, which is not one of the methods {names}"
-            )
+            raise ValueError(f"options for {name!r}, which is not one of the methods {names}")
     return attributions
 
 
 def name_of(method: Any) -> str:
     """Return the name of a method: the string itself, or the name of the function or its class."""
-    return (
-        method
-        if isinstance(method, str)
-        else getattr(method, "__name__", type(method).__name__)
-    )
+    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
 
 def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
@@ -373,9 +373,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
     function = known.computed_by if known else method
     cls = captum_class(function) if isinstance(function, str | type) else None
     if cls is not None:
-        known = known or Method(
-            method, "", "As captum computes it, sum over channels.", units=""
-        )
+        known = known or Method(method, "", "As captum computes it, sum over channels.", units="")
         options = {**known.options, **options}
         about = _about(known, options, f"captum's {cls.__name__}")
         maps = partial(captum_maps, cls, **options)
@@ -389,8 +387,8 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
         near = difflib.get_close_matches(str(method), METHODS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
-            f"(model, images, target) -> maps, or several of these; got {method!r}{hint}"
+            f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a "
+            f"function (model, images, target) -> maps, or several of these; got {method!r}{hint}"
         )
     if known is None:
         if options:
@@ -438,9 +436,7 @@ def as_json(options: Mapping[str, Any]) -> str:
     """Encode options as JSON for an attribute; arrays are described by their shape."""
     return json.dumps(
         options,
-        default=lambda x: (
-            f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x)
-        ),
+        default=lambda x: f"of shape {tuple(x.shape)}" if hasattr(x, "shape") else str(x),
     )
 
 
@@ -457,11 +453,7 @@ def _by_user(
         maps = method(model, images, target)
     expected = (len(images), *images.shape[2:])
     if not isinstance(maps, Tensor) or tuple(maps.shape) != expected:
-        got = (
-            f"shape {tuple(maps.shape)}"
-            if isinstance(maps, Tensor)
-            else type(maps).__name__
-        )
+        got = f"shape {tuple(maps.shape)}" if isinstance(maps, Tensor) else type(maps).__name__
         raise TypeError(
             f"expected the method {name!r} to give a tensor of shape {expected}, got {got}"
         )

@@ -13,7 +13,9 @@ from tcnn_probe.models import missing_head
 __all__ = ["NoScoreError", "Score", "as_scores", "check_head", "check_score", "scored"]
 
 Score = Literal["softmax", "sigmoid", "logit"]
-"""Probability among the classes, probability of the class by itself (one logit, several labels), or the output."""
+"""Probability among the classes, probability of the class by itself (one logit, several labels), or
+the output.
+"""
 
 
 class NoScoreError(UnsupportedMethodError):
@@ -21,16 +23,16 @@ class NoScoreError(UnsupportedMethodError):
 
 
 def check_score(score: Score | None, classes: int, default: Score) -> Score:
-    """Return the score to use for a model with this number of outputs; None is the default, if there are classes."""
+    """Return the score to use for a model with this number of outputs; None is the default, if
+    there are classes.
+    """
     if score not in (None, *get_args(Score)):
-        raise ValueError(
-            f"expected score= to be one of {get_args(Score)}, got {score!r}"
-        )
+        raise ValueError(f"expected score= to be one of {get_args(Score)}, got {score!r}")
     if classes == 1 and score in (None, "softmax"):
         raise NoScoreError(
-            "the model gives one number for each image, so that it predicts no class, and its softmax is always 1: "
-            "say what the number is, with score='sigmoid' (of two classes) or score='logit' (the number itself, as in "
-            f"regression); got score={score!r}"
+            "the model gives one number for each image, so that it predicts no class, and its "
+            "softmax is always 1: say what the number is, with score='sigmoid' (of two classes) or "
+            f"score='logit' (the number itself, as in regression); got score={score!r}"
         )
     return score or default
 
@@ -39,8 +41,8 @@ def check_head(model: nn.Module) -> None:
     """Raise NoScoreError if the model has no classifier, so that its outputs are features."""
     if reason := missing_head(model):
         raise NoScoreError(
-            f"the model gives features, and no scores of classes ({reason}): 'class_attention' and 'rollout' need no "
-            "score; target=, with score='logit', explains a feature"
+            f"the model gives features, and no scores of classes ({reason}): 'class_attention' and "
+            "'rollout' need no score; target=, with score='logit', explains a feature"
         )
 
 
@@ -53,7 +55,9 @@ def as_scores(logits: Tensor, score: Score) -> Tensor:
 
 @contextmanager
 def scored(model: nn.Module, score: Score) -> Iterator[None]:
-    """Let a model return probabilities inside the ``with``, or its own output if the score is the logit."""
+    """Let a model return probabilities inside the ``with``, or its own output if the score is the
+    logit.
+    """
     if score == "logit":
         yield
         return

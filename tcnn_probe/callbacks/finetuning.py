@@ -12,11 +12,12 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Recording of each validation of a run, in ``recording.zarr`` in its folder, with its scalars and settings.
+    """Recording of each validation of a run, in ``recording.zarr`` in its folder, with its scalars
+    and settings.
 
-    While a model has no heads, as a CNN before its conversion to a T-CNN, only scalars are recorded, and heads as soon
-    as there are any. A model whose heads are replaced by others continues in a second recording,
-    ``recording-converted.zarr``.
+    While a model has no heads, as a CNN before its conversion to a T-CNN, only scalars are
+    recorded, and heads as soon as there are any. A model whose heads are replaced by others
+    continues in a second recording, ``recording-converted.zarr``.
 
     Args:
         model: Model that is trained.
@@ -36,9 +37,7 @@ class Recording:
             "watcher",
             "device",
         )
-        self._attrs = {
-            name: value for name, value in settings.items() if name not in local
-        }
+        self._attrs = {name: value for name, value in settings.items() if name not in local}
         try:
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
         except OtherLayersError:
@@ -56,9 +55,7 @@ class Recording:
                 raise
             print(f"no heads are recorded, only scalars: {error}", file=sys.stderr)
             self._recorder.remove()
-            self._recorder = Recorder(
-                self._model, self._store, probes=[], attrs=self._attrs
-            )
+            self._recorder = Recorder(self._model, self._store, probes=[], attrs=self._attrs)
             self._recorder.mark(if_marked="skip", **scalars)
 
     def close(self) -> None:

@@ -12,18 +12,19 @@ __all__ = ["RecordCallback"]
 
 
 class RecordCallback(TrainerCallback):  # type: ignore[misc]
-    """Callback that records each evaluation and marks its step: ``Trainer(callbacks=[RecordCallback(...)])``.
+    """Callback that records each evaluation and marks its step:
+    ``Trainer(callbacks=[RecordCallback(...)])``.
 
-    Several evaluation sets are one mark: it has the metrics of all, and heads are measured on the images of all. A mark
-    that fails is left out with a warning, and the training goes on.
+    Several evaluation sets are one mark: it has the metrics of all, and heads are measured on the
+    images of all. A mark that fails is left out with a warning, and the training goes on.
 
-    The Trainer does not inform callbacks of exceptions: after an exception or Ctrl-C, the recorder stays attached until
-    the next training.
+    The Trainer does not inform callbacks of exceptions: after an exception or Ctrl-C, the recorder
+    stays attached until the next training.
 
     Args:
         store, options: Arguments of :func:`tcnn_probe.record`; marks are global steps.
-        on_mark: Function of the recorder that is called after each mark, on the first process, such as one that calls
-            :func:`tcnn_probe.log_to_wandb`.
+        on_mark: Function of the recorder that is called after each mark, on the first process, such
+            as one that calls :func:`tcnn_probe.log_to_wandb`.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
     ) -> None:
         """Attach the recorder."""
-        # A training that ended in an exception did not call on_train_end, and its recorder still holds the store.
+        # A training that ended in an exception did not call on_train_end, and its recorder still
+        # holds the store.
         self.on_train_end(args, state, control)
         self.recorder = Recorder(model, **self._options)
         self._training = True
@@ -55,7 +57,9 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(
         self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Mark the step once all sets are evaluated; how many there are is known after the first evaluation."""
+        """Mark the step once all sets are evaluated; how many there are is known after the first
+        evaluation.
+        """
         # Trainer.evaluate is also called after a training.
         if self.recorder is not None and self._training:
             self._step = state.global_step
@@ -74,7 +78,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
             along = str(self._options["along"])
             mark_validation(self.recorder, along, step, metrics, on_mark)
 
-    # Checkpoints are saved after an evaluation. A run that is resumed from one does not evaluate that step again.
+    # Checkpoints are saved after an evaluation. A run that is resumed from one does not evaluate
+    # that step again.
     on_save = on_step_begin
     on_epoch_begin = on_step_begin
 

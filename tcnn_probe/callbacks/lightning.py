@@ -13,15 +13,17 @@ __all__ = ["RecordCallback"]
 
 
 class RecordCallback(pl.Callback):  # type: ignore[misc]
-    """Callback that records each validation and marks its end: ``Trainer(callbacks=[RecordCallback(...)])``.
+    """Callback that records each validation and marks its end:
+    ``Trainer(callbacks=[RecordCallback(...)])``.
 
     A mark that fails is left out with a warning, and the training goes on.
 
     Args:
-        store, options: Arguments of :func:`tcnn_probe.record`. Marks are epochs, or with ``along="step"`` global steps;
-            the default is "step" if the trainer validates several times in an epoch.
-        on_mark: Function of the recorder that is called after each mark, on the first process, such as one that calls
-            :func:`tcnn_probe.log_to_wandb`.
+        store, options: Arguments of :func:`tcnn_probe.record`. Marks are epochs, or with
+            ``along="step"`` global steps; the default is "step" if the trainer validates several
+            times in an epoch.
+        on_mark: Function of the recorder that is called after each mark, on the first process, such
+            as one that calls :func:`tcnn_probe.log_to_wandb`.
     """
 
     def __init__(
@@ -37,9 +39,7 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         self._validated = False
         self.recorder: Recorder | None = None
 
-    def on_train_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach the recorder, after the sanity check."""
         # The number of batches between validations is None if they are at times of the clock.
         batches = getattr(trainer, "val_check_batch", None)
@@ -47,23 +47,18 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         self._along = self._options.get("along", "step" if several else "epoch")
         if several and self._along == "epoch":
             warnings.warn(
-                "the trainer validates several times in an epoch, and an epoch is one mark: only its first validation "
-                "is recorded; leave out along='epoch' to record all, by their steps",
+                "the trainer validates several times in an epoch, and an epoch is one mark: only "
+                "its first validation is recorded; leave out along='epoch' to record all, by their "
+                "steps",
                 RuntimeWarning,
                 stacklevel=2,
             )
         options = {**self._options, "along": self._along}
         self.recorder = Recorder(pl_module, **options)
 
-    def on_validation_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Mark the epoch or step."""
-        if (
-            self.recorder is not None
-            and trainer.state.fn == "fit"
-            and not trainer.sanity_checking
-        ):
+        if self.recorder is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._validated = True
             in_steps = self._along == "step"
             mark_validation(

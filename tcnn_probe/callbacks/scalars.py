@@ -19,14 +19,16 @@ def mark_validation(
     metrics: Mapping[str, Any],
     on_mark: Callable[[Recorder], object] | None,
 ) -> None:
-    """Mark a validation; if that fails, mark it without the metrics or leave it out, with a warning.
+    """Mark a validation; if that fails, mark it without the metrics or leave it out, with a
+    warning.
 
     Args:
         recorder: Recorder of the training.
         along: Name of the coordinate of marks.
         number: The epoch or step.
         metrics: The trainer's metrics.
-        on_mark: Function that is called with the recorder after the mark; None on all processes but the first.
+        on_mark: Function that is called with the recorder after the mark; None on all processes but
+            the first.
     """
     mark = {along: number}
     try:
@@ -36,9 +38,7 @@ def mark_validation(
             # A probe of the user's own may have a variable with the name of a metric.
             recorder.mark(if_marked="skip", **mark)
             _warn(f"{along} {number} is recorded without its metrics: {error}")
-    except (
-        Exception
-    ) as error:  # a training of days must not end because of its recorder
+    except Exception as error:  # a training of days must not end because of its recorder
         recorder.discard()
         _warn(f"{along} {number} is not recorded: {type(error).__name__}: {error}")
         return
@@ -52,10 +52,12 @@ def warn_of_no_validation(advice: str) -> None:
 
 
 def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str, float]:
-    """Return the metrics that are numbers, under names that a recording can hold: ``val/acc`` becomes ``val_acc``.
+    """Return the metrics that are numbers, under names that a recording can hold: ``val/acc``
+    becomes ``val_acc``.
 
-    A name that the recording has itself, such as ``entropy``, becomes ``metric_entropy``, and the second of two metrics
-    with one name ends in ``_2``. A warning lists these and what is left out; epochs and steps are left out without one.
+    A name that the recording has itself, such as ``entropy``, becomes ``metric_entropy``, and the
+    second of two metrics with one name ends in ``_2``. A warning lists these and what is left out;
+    epochs and steps are left out without one.
 
     Args:
         metrics: Metrics by name, from anywhere.
@@ -89,14 +91,14 @@ def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str,
         names = ", ".join(f"{name!r} as {free!r}" for name, free in renamed.items())
         _warn(f"the recording uses some names of metrics itself: it has {names}")
     if left_out:
-        _warn(
-            f"metrics that are not single numbers are left out: {', '.join(left_out)}"
-        )
+        _warn(f"metrics that are not single numbers are left out: {', '.join(left_out)}")
     return numbers
 
 
 def _reserved_names() -> set[str]:
-    """Return the names of variables, coordinates and groups of recordings, and of the parameters of ``mark``."""
+    """Return the names of variables, coordinates and groups of recordings, and of the parameters of
+    ``mark``.
+    """
     names = {"self", "if_marked", "heads", "maps", *COORDINATES, *COUNTS}
     for probe in PROBES.values():
         variables = (probe.variables, probe.class_variables, probe.image_variables)

@@ -1,4 +1,6 @@
-"""Signs of illness in the recording of a training: :func:`tcnn_probe.health` and its parts, without torch."""
+"""Signs of illness in the recording of a training: :func:`tcnn_probe.health` and its parts, without
+torch.
+"""
 
 from tcnn_probe.diagnosis.findings import Finding, Findings, health
 from tcnn_probe.diagnosis.signs import HealthLimits, entropy_quantile

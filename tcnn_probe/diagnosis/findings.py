@@ -24,7 +24,8 @@ class Finding:
         layer: Name of the layer.
         heads: Heads that showed the sign; empty for a sign of the layer.
         since: First mark at which the sign was seen.
-        until: Last mark at which the sign was seen; None if it was seen at the recording's last mark.
+        until: Last mark at which the sign was seen; None if it was seen at the recording's last
+            mark.
         measure: Name of the measured quantity, usually a variable.
         value: Worst value of the measure.
         usual: Usual values of the measure.
@@ -48,8 +49,8 @@ class Finding:
         heads = f", heads {_join(self.heads)}" if self.heads else ""
         until = "" if self.until is None else f" until {self.until}"
         return (
-            f"{self.sign} in {self.layer}{heads}, since {self.since}{until}: {self.measure} {self.value:.3g} (usual: "
-            f"{self.usual}); {self.leads_to} ({self.source})"
+            f"{self.sign} in {self.layer}{heads}, since {self.since}{until}: {self.measure} "
+            f"{self.value:.3g} (usual: {self.usual}); {self.leads_to} ({self.source})"
         )
 
 
@@ -106,8 +107,7 @@ class Findings(Sequence[Finding]):
 
     def _repr_html_(self) -> str:
         head, *rows = [
-            "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-            for row in self._rows()
+            "".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()
         ]
         body = "".join(
             f'<tr title="{html.escape(finding.leads_to, quote=True)}">{row}</tr>'
@@ -140,9 +140,7 @@ class Findings(Sequence[Finding]):
     def _footer(self) -> list[str]:
         if not self.unseen:
             return []
-        lacking = dict.fromkeys(
-            name for names in self.unseen.values() for name in names
-        )
+        lacking = dict.fromkeys(name for names in self.unseen.values() for name in names)
         return [
             f"not looked for: {', '.join(self.unseen)}: the recording has no {', '.join(lacking)}; "
             f"record(..., health=True) keeps them"
@@ -158,22 +156,24 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
             ...
         print(tcnn_probe.health(recorder.dataset))
 
-    Alarms are signs that precede divergence, and dead parts; notices are signs that healthy models can have, but that
-    spoil maps or dense features. A sign is reported for each layer with the heads that show it, from the first to the
-    last mark of its last spell. Most signs need the probe "health", which ``record(..., health=True)`` adds; signs of
-    logits and entropies are found in any recording. In a recording that :func:`tcnn_probe.look` has made, the signs are
-    those of a finished network, without advice on training. Limits are those of the literature, or are relative to the
-    best value that the same head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
+    Alarms are signs that precede divergence, and dead parts; notices are signs that healthy models
+    can have, but that spoil maps or dense features. A sign is reported for each layer with the
+    heads that show it, from the first to the last mark of its last spell. Most signs need the probe
+    "health", which ``record(..., health=True)`` adds; signs of logits and entropies are found in
+    any recording. In a recording that :func:`tcnn_probe.look` has made, the signs are those of a
+    finished network, without advice on training. Limits are those of the literature, or are
+    relative to the best value that the same head had before, see
+    :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Args:
-        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, ``tcnn_probe.open(path)``, or a selection of
-            marks, or of one of several runs.
+        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``,
+            ``tcnn_probe.open(path)``, or a selection of marks, or of one of several runs.
         **limits: Limits that replace the defaults, such as ``max_logit=200``; see
             :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Returns:
-        Findings, as a sequence that prints as a table. Alarms come before notices, then signs that last before signs
-        that ended, and then the most serious and the earliest first.
+        Findings, as a sequence that prints as a table. Alarms come before notices, then signs that
+        last before signs that ended, and then the most serious and the earliest first.
 
     Raises:
         TypeError: ``ds`` is not a dataset, or a limit is unknown or not a number.
@@ -186,32 +186,30 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
         selection = "tree.sel(run=...)"
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
-            "expected a recording's dataset or tree, from xarray.open_zarr(path) or tcnn_probe.open(path), "
-            f"got {type(ds).__name__}"
+            "expected a recording's dataset or tree, from xarray.open_zarr(path) or "
+            f"tcnn_probe.open(path), got {type(ds).__name__}"
         )
     checked = HealthLimits(**limits)
     along = ds.attrs.get("along")
     if along not in ds.dims:
-        raise ValueError(
-            "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
-        )
+        raise ValueError("expected a recording: recorder.dataset, or xarray.open_zarr(path)")
     if "run" in ds.dims:
         runs = ds.run.values.tolist()
         raise ValueError(
             f"expected one recording, got several: choose one with {selection}, of {runs}"
         )
     if "layer" not in ds.dims:
-        raise ValueError(
-            "the recording has no layers: it was made without probes of attention"
-        )
+        raise ValueError("the recording has no layers: it was made without probes of attention")
     signs = signs_of(ds.attrs)
     names = {name for sign in signs.values() for name in (sign.variable, *sign.needs)}
-    # Recordings without gated layers lack these variables, so no sign needs them, but conditions use them if present.
+    # Recordings without gated layers lack these variables, so no sign needs them, but conditions
+    # use them if present.
     names |= {"content_entropy", "uniform_content_entropy"}
     # Variables are read once, because several conditions use the same variable.
     ds = ds[[name for name in ds.data_vars if name in names]].load()
-    # Conditions use the name "mark" for any kind of mark. Labels are dropped, because xarray would align them in every
-    # operation, and a recorder that watches health looks for all signs at each mark.
+    # Conditions use the name "mark" for any kind of mark. Labels are dropped, because xarray would
+    # align them in every operation, and a recorder that watches health looks for all signs at each
+    # mark.
     by_mark = ds.drop_vars(list(ds.coords)).rename({along: "mark"})
     marks, layers = ds[along].values.tolist(), ds.layer.values.tolist()
     findings: list[Finding] = []
@@ -227,12 +225,16 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
 
 
 def signs_of(attrs: Mapping[Any, Any]) -> Mapping[str, Sign]:
-    """Return the signs to look for in a recording with these attributes: of a training, or of a finished network."""
+    """Return the signs to look for in a recording with these attributes: of a training, or of a
+    finished network.
+    """
     return FINISHED if attrs.get("finished") else SIGNS
 
 
 def severity(finding: Finding) -> tuple[bool, bool, int, float]:
-    """Return the sort key of a finding: alarms, signs that last, the most serious and the earliest come first."""
+    """Return the sort key of a finding: alarms, signs that last, the most serious and the earliest
+    come first.
+    """
     return (
         not finding.is_alarm,
         finding.until is not None,

@@ -1,4 +1,6 @@
-"""Signs of a finished network, which nobody trains any more: what its heads and tokens are, without advice."""
+"""Signs of a finished network, which nobody trains any more: what its heads and tokens are, without
+advice.
+"""
 
 from collections.abc import Mapping
 
@@ -12,8 +14,10 @@ __all__ = ["FINISHED", "IN_IMAGES", "NO_OP"]
 IN_IMAGES = 0.5
 """Share of images in which a head must have a sink to count: most of them."""
 NO_OP = 0.2
-"""Norm of a sink's value, as a share of the other values' median, up to which the sink does nothing. arXiv 2606.08105
-compares projected values with their mean; the values here are those before the output projection."""
+"""Norm of a sink's value, as a share of the other values' median, up to which the sink does
+nothing. arXiv 2606.08105 compares projected values with their mean; the values here are those
+before the output projection.
+"""
 AVERAGING = 0.05
 """Selectivity below which a head averages, as a share of log keys, as for its type."""
 
@@ -73,7 +77,8 @@ FINISHED: Mapping[str, Sign] = {
             True,
             SIGNS["not finite"].condition,
             "none",
-            "numbers are means over the other images; the first such layer is the cause, often by half precision",
+            "numbers are means over the other images; the first such layer is the cause, often by "
+            "half precision",
             "arXiv 2303.06296; limit: none is usual",
         ),
         Sign(
@@ -158,7 +163,8 @@ FINISHED: Mapping[str, Sign] = {
             False,
             SIGNS["outlier tokens"].condition,
             "below {token_outliers:g}",
-            "a few patches hold information on the whole image, which leaves holes in maps and dense features",
+            "a few patches hold information on the whole image, which leaves holes in maps and "
+            "dense features",
             "arXiv 2309.16588; limit: ours, a quarter of DINOv2's share",
         ),
         Sign(
@@ -172,4 +178,6 @@ FINISHED: Mapping[str, Sign] = {
         ),
     )
 }
-"""Signs by name, for recordings with the attribute "finished", as :func:`tcnn_probe.look` makes them."""
+"""Signs by name, for recordings with the attribute "finished", as :func:`tcnn_probe.look` makes
+them.
+"""

@@ -1,4 +1,6 @@
-"""Signs of illness in a recording: conditions on its variables, with their limits and their sources."""
+"""Signs of illness in a recording: conditions on its variables, with their limits and their
+sources.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,29 +15,39 @@ __all__ = ["SIGNS", "HealthLimits", "Sign", "entropy_quantile"]
 class HealthLimits:
     """Limits beyond which a number is a sign of illness.
 
-    If the literature has no limit, a number is compared with the best value of the same head or layer at earlier marks
-    of the same run.
+    If the literature has no limit, a number is compared with the best value of the same head or
+    layer at earlier marks of the same run.
 
     Args:
-        max_logit: Largest attention logit. 100 is where Kimi K2 began to rescale queries and keys (arXiv 2507.20534).
-        logit_jump: Growth of the largest logit over the largest of all earlier marks, from one mark to the next.
-        logit_floor: Largest logit below which growth is ignored, because early in training logits grow tenfold from
-            nearly 0. At 20 the smallest weight in a row can be e^-40 of the largest, beyond what float32 resolves.
-        entropy: Entropy of a head, as a share of that of uniform attention. At 0.1 a head of 197 keys attends to 1.7
-            of them on average.
-        entropy_loss: Entropy of a head, as a share of its largest so far. Single heads that are one-hot from the start,
-            as in a pretrained model, do not count as a collapse, but a whole layer of them does.
-        collapsed: Share of a head's queries in the lowest bin of the histogram (below 0.05 of uniform entropy).
+        max_logit: Largest attention logit. 100 is where Kimi K2 began to rescale queries and keys
+            (arXiv 2507.20534).
+        logit_jump: Growth of the largest logit over the largest of all earlier marks, from one mark
+            to the next.
+        logit_floor: Largest logit below which growth is ignored, because early in training logits
+            grow tenfold from nearly 0. At 20 the smallest weight in a row can be e^-40 of the
+            largest, beyond what float32 resolves.
+        entropy: Entropy of a head, as a share of that of uniform attention. At 0.1 a head of 197
+            keys attends to 1.7 of them on average.
+        entropy_loss: Entropy of a head, as a share of its largest so far. Single heads that are
+            one-hot from the start, as in a pretrained model, do not count as a collapse, but a
+            whole layer of them does.
+        collapsed: Share of a head's queries in the lowest bin of the histogram (below 0.05 of
+            uniform entropy).
         silent: Norm of a head's output, as a share of the median of the layer's heads.
-        diversity_loss: Diversity of queries, and rank of outputs above 1, as a share of their largest so far.
-        diversity_floor: Diversity of queries, as a share of log keys, that a head must have had before its loss counts.
+        diversity_loss: Diversity of queries, and rank of outputs above 1, as a share of their
+            largest so far.
+        diversity_floor: Diversity of queries, as a share of log keys, that a head must have had
+            before its loss counts.
         rank_floor: Rank of outputs that a head must have had before its loss counts.
-        head_similarity: Similarity to the other heads, after the head had been below ``head_difference``.
+        head_similarity: Similarity to the other heads, after the head had been below
+            ``head_difference``.
         head_difference: Similarity below which a head differs from the others.
         token_cosine: Cosine between patch tokens.
         token_cosine_rise: Growth of that cosine over its smallest so far.
-        sink: Share of the attention that one key receives (Gu et al. 2024, arXiv 2410.10781, use 0.3).
-        token_outliers: Share of patch tokens with an outlying norm, which is about 0.02 in DINOv2 (arXiv 2309.16588).
+        sink: Share of the attention that one key receives (Gu et al. 2024, arXiv 2410.10781, use
+            0.3).
+        token_outliers: Share of patch tokens with an outlying norm, which is about 0.02 in DINOv2
+            (arXiv 2309.16588).
 
     Raises:
         TypeError: A limit is not a number.
@@ -72,15 +84,17 @@ class Sign:
     Args:
         name: Name in the table.
         variable: Variable that shows the sign.
-        is_alarm: Whether it is an alarm rather than a notice, which is usual in some healthy models.
-        condition: Function of a recording, whose marks are along "mark", and limits. It returns booleans that show
-            where the sign is seen, (mark, layer, head) or (mark, layer).
+        is_alarm: Whether it is an alarm rather than a notice, which is usual in some healthy
+            models.
+        condition: Function of a recording, whose marks are along "mark", and limits. It returns
+            booleans that show where the sign is seen, (mark, layer, head) or (mark, layer).
         usual: Usual values, with the limits by name in braces.
         leads_to: Known consequences, causes or remedies.
         source: Papers that describe the sign, and then the source of its limit.
         needs: Further variables that the condition needs.
         worst: Worst values: "largest" or "smallest".
-        measure: Name and function of the values that a finding reports; None for those of the variable.
+        measure: Name and function of the values that a finding reports; None for those of the
+            variable.
     """
 
     name: str
@@ -100,14 +114,15 @@ class Sign:
 
 
 def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
-    """Compute a quantile of the queries' entropies from their histogram, as a share of uniform attention's entropy.
+    """Compute a quantile of the queries' entropies from their histogram, as a share of uniform
+    attention's entropy.
 
     ::
 
         tcnn_probe.entropy_quantile(recorder.dataset, 0.05).plot.line(x="epoch")
 
-    Queries are assumed to be spread evenly within their bin, so the error of the quantile is at most the width of a
-    bin, 0.05 of the entropy of uniform attention.
+    Queries are assumed to be spread evenly within their bin, so the error of the quantile is at
+    most the width of a bin, 0.05 of the entropy of uniform attention.
 
     Args:
         ds: A recording with the probe "health".
@@ -143,7 +158,9 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
 
 
 def _so_far(values: xr.DataArray, best: np.ufunc) -> xr.DataArray:
-    """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN is ignored."""
+    """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN is
+    ignored.
+    """
     # accumulate() takes the number of an axis instead of its name.
     by_mark = values.transpose("mark", ...)
     return by_mark.copy(data=best.accumulate(by_mark.values, axis=0)).shift(mark=1)
@@ -170,7 +187,9 @@ def _entropy_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _normalised_entropy(ds: xr.Dataset) -> xr.DataArray:
-    """Return entropies as shares of those of uniform attention; for gated layers, those of the content part."""
+    """Return entropies as shares of those of uniform attention; for gated layers, those of the
+    content part.
+    """
     share = ds.entropy / ds.uniform_entropy
     if "content_entropy" in ds:
         content_share = ds.content_entropy / ds.uniform_content_entropy
@@ -216,9 +235,7 @@ def _heads_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _tokens_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    has_risen = (
-        ds.token_cosine > _so_far(ds.token_cosine, np.fmin) + limits.token_cosine_rise
-    )
+    has_risen = ds.token_cosine > _so_far(ds.token_cosine, np.fmin) + limits.token_cosine_rise
     return has_risen & (ds.token_cosine > limits.token_cosine)
 
 
@@ -240,7 +257,8 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _nonfinite,
             "none",
-            "the loss is NaN or will become NaN; look for the first layer with this sign, and for large logits before",
+            "the loss is NaN or will become NaN; look for the first layer with this sign, and for "
+            "large logits before",
             "arXiv 2303.06296; limit: none is usual",
         ),
         Sign(
@@ -249,7 +267,8 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _large_logits,
             "below {max_logit:g}",
-            "one-hot attention, vanishing gradients of queries and keys, divergence; qk-norm or a lower learning rate",
+            "one-hot attention, vanishing gradients of queries and keys, divergence; qk-norm or a "
+            "lower learning rate",
             "arXiv 2302.05442, 2309.14322; limit: 2507.20534",
         ),
         Sign(
@@ -267,7 +286,8 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _entropy_collapse,
             "above {entropy:g} of log keys",
-            "oscillating loss and divergence; warm-up, a lower learning rate, qk-norm or sigma-reparametrization",
+            "oscillating loss and divergence; warm-up, a lower learning rate, qk-norm or "
+            "sigma-reparametrization",
             "arXiv 2303.06296; limit: ours, and the head's earlier marks",
             ("uniform_entropy",),
             "smallest",
@@ -289,7 +309,8 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _silent_head,
             "above {silent:g} of the layer's median",
-            "the head contributes nothing; models can do without many heads, but a bug or a mask may be the cause",
+            "the head contributes nothing; models can do without many heads, but a bug or a mask "
+            "may be the cause",
             "arXiv 1905.10650; limit: the layer's other heads",
             (),
             "smallest",
@@ -350,7 +371,8 @@ SIGNS: Mapping[str, Sign] = {
             False,
             _outlier_tokens,
             "below {token_outliers:g}",
-            "these patches hold global information, which leaves holes in maps and dense features; registers",
+            "these patches hold global information, which leaves holes in maps and dense features; "
+            "registers",
             "arXiv 2309.16588; limit: ours, a quarter of DINOv2's share",
         ),
     )

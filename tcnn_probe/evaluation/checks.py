@@ -25,13 +25,16 @@ def check_range(low: float, high: float) -> None:
     """Raise ValueError for values outside of [0, 1], or NaN."""
     if not (low >= -_SLACK and high <= 1 + _SLACK):
         raise ValueError(
-            f"expected images in pixel space, in [0, 1], before normalisation; got values from {low:.4g} to {high:.4g}:"
-            " undo the normalisation first, x * std + mean, or divide by 255"
+            "expected images in pixel space, in [0, 1], before normalisation; got values from "
+            f"{low:.4g} to {high:.4g}: undo the normalisation first, x * std + mean, or divide by "
+            "255"
         )
 
 
 def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
-    """Return images, or pictures for these models, in pixel space: (B, C, H, W), floating point, in [0, 1]."""
+    """Return images, or pictures for these models, in pixel space: (B, C, H, W), floating point, in
+    [0, 1].
+    """
     pictures = as_pictures(images)
     if pictures is not None:
         return prepare_pixels(pictures, models)
@@ -54,15 +57,19 @@ def as_labels(labels: Any, images: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, classes: int, name: str = "the model") -> None:
-    """Raise ValueError for labels (B,) beyond the model's classes, or (B, K) with another number of classes."""
+    """Raise ValueError for labels (B,) beyond the model's classes, or (B, K) with another number of
+    classes.
+    """
     if labels.ndim == 2 and labels.shape[1] != classes:
         raise ValueError(
-            f"expected labels (B, {classes}), {name} having {classes} classes; got (B, {labels.shape[1]})"
+            f"expected labels (B, {classes}), {name} having {classes} classes; got (B, "
+            f"{labels.shape[1]})"
         )
     if labels.ndim == 1 and labels.max() >= classes:
         highest = int(labels.max())
         raise ValueError(
-            f"expected labels from 0 to {classes - 1}, {name} having {classes} classes; got {highest}"
+            f"expected labels from 0 to {classes - 1}, {name} having {classes} classes; got "
+            f"{highest}"
         )
 
 

@@ -43,30 +43,33 @@ def corrupt(
         for name, corruption in tcnn_probe.evaluation.CORRUPTIONS.items():
             print(corruption.group, name, corruption.at(severity=5))
 
-    At 224 x 224 the parameters are the published ones, which are for that size. In smaller images lengths are scaled by
-    the shorter side over 224; larger images get the published lengths without scaling. An image's random draws depend
-    only on the seed, the corruption and the image's number. Global random number generators are not used.
-    (Hendrycks & Dietterich 2019, §3 and their code; ``docs/corruptions.md`` lists where ours differs from it.)
+    At 224 x 224 the parameters are the published ones, which are for that size. In smaller images
+    lengths are scaled by the shorter side over 224; larger images get the published lengths without
+    scaling. An image's random draws depend only on the seed, the corruption and the image's number.
+    Global random number generators are not used. (Hendrycks & Dietterich 2019, §3 and their code;
+    ``docs/corruptions.md`` lists where ours differs from it.)
 
     Args:
-        images: Images in [0, 1], before normalisation: a floating-point tensor of shape (C, H, W) or (B, C, H, W), on
-            any device; an array of shape (H, W), (H, W, C) or (B, H, W, C), floating-point, or uint8 from 0 to 255; or
-            an RGB or grey image of PIL. C is 1 or 3, H and W are at least 8.
+        images: Images in [0, 1], before normalisation: a floating-point tensor of shape (C, H, W)
+            or (B, C, H, W), on any device; an array of shape (H, W), (H, W, C) or (B, H, W, C),
+            floating-point, or uint8 from 0 to 255; or an RGB or grey image of PIL. C is 1 or 3, H
+            and W are at least 8.
         corruption: Name of the corruption, in ``tcnn_probe.evaluation.CORRUPTIONS``.
         severity: Severity, 1 to 5.
         seed: Seed of the random draws, from 0.
-        first: Number of the first image in the data set, from 0; the numbers of other images follow.
-        frost: Pictures for the corruption "frost": a folder of .png or .jpg files, or arrays (H, W, 3), each in [0, 1]
-            or uint8. None for our own texture.
+        first: Number of the first image in the data set, from 0; the numbers of other images
+            follow.
+        frost: Pictures for the corruption "frost": a folder of .png or .jpg files, or arrays (H, W,
+            3), each in [0, 1] or uint8. None for our own texture.
 
     Returns:
-        New images of the same type, shape, dtype and device, in the same range and without gradient. uint8 is rounded
-        to the nearest integer.
+        New images of the same type, shape, dtype and device, in the same range and without
+        gradient. uint8 is rounded to the nearest integer.
 
     Raises:
         TypeError: The images, the name, the severity or a number have another type.
-        ValueError: The images have another shape, or values out of range or NaN; or the corruption or the severity is
-            unknown.
+        ValueError: The images have another shape, or values out of range or NaN; or the corruption
+            or the severity is unknown.
     """
     if isinstance(images, Image.Image):
         return Image.fromarray(
@@ -85,52 +88,39 @@ def corrupt(
     if method.name == "frost" and frost is not None:
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
-    corrupted: Any = (
-        torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
-    )
+    corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
     scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
-        # Corruptions are computed in float64 for all dtypes, so that an array and a tensor of an image agree.
-        values = (
-            image.double().numpy()
-            if isinstance(image, Tensor)
-            else image.astype(np.float64)
-        )
+        # Corruptions are computed in float64 for all dtypes, so that an array and a tensor of an
+        # image agree.
+        values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
         pixels = values / 255 if in_bytes else np.clip(values, 0, 1)
         random = _random_state(method, seed, first + number)
         result = np.clip(method.function(pixels, random, scale, **options), 0, 1)
         if in_bytes:
             # A cast alone would truncate, and darken images by half a level.
             result = np.rint(result * 255)
-        corrupted[number] = (
-            torch.from_numpy(result) if isinstance(batch, Tensor) else result
-        )
+        corrupted[number] = torch.from_numpy(result) if isinstance(batch, Tensor) else result
     if isinstance(images, Tensor):
-        return (
-            corrupted.permute(0, 3, 1, 2)
-            .reshape(images.shape)
-            .contiguous()
-            .to(images.device)
-        )
+        return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
     return corrupted.reshape(images.shape)
 
 
 def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState:
-    """Return the generator of an image: a ``RandomState``, whose numbers are the same in every version of NumPy."""
+    """Return the generator of an image: a ``RandomState``, whose numbers are the same in every
+    version of NumPy.
+    """
     place = list(CORRUPTIONS).index(corruption.name)
-    # Each corruption and image has its own random numbers, which do not depend on the batch or the severity.
+    # Each corruption and image has its own random numbers, which do not depend on the batch or the
+    # severity.
     return RandomState(MT19937(SeedSequence(seed, spawn_key=(place, number))))
 
 
 def _as_batch(images: Any) -> Any:
     """View an array, or a tensor on the CPU, as (B, H, W, C)."""
     if not isinstance(images, Tensor | np.ndarray):
-        raise TypeError(
-            f"expected a tensor, an array or a PIL image, got {type(images).__name__}"
-        )
-    batch: Any = (
-        _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)
-    )
+        raise TypeError(f"expected a tensor, an array or a PIL image, got {type(images).__name__}")
+    batch: Any = _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)
     if min(batch.shape[1:3]) < _SMALLEST_SIDE or not len(batch):
         size = f"{_SMALLEST_SIDE} x {_SMALLEST_SIDE}"
         shape = tuple(images.shape)
@@ -149,29 +139,21 @@ def _tensor_view(images: Tensor) -> Tensor:
         )
     if images.ndim not in (3, 4) or images.shape[-3] not in (1, 3):
         shapes = "(C, H, W) or (B, C, H, W) with 1 or 3 channels"
-        raise ValueError(
-            f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}"
-        )
+        raise ValueError(f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}")
     return (
         # NumPy corrupts images on the CPU, with the same random numbers for every device.
-        (images if images.ndim == 4 else images[None])
-        .detach()
-        .permute(0, 2, 3, 1)
-        .cpu()
+        (images if images.ndim == 4 else images[None]).detach().permute(0, 2, 3, 1).cpu()
     )
 
 
 def _array_view(images: NDArray[Any]) -> NDArray[Any]:
     if images.dtype != np.uint8 and images.dtype.kind != "f":
-        raise TypeError(
-            f"expected an array of uint8, or of floats in [0, 1], got {images.dtype}"
-        )
-    if images.ndim not in (2, 3, 4) or (
-        images.ndim > 2 and images.shape[-1] not in (1, 3)
-    ):
+        raise TypeError(f"expected an array of uint8, or of floats in [0, 1], got {images.dtype}")
+    if images.ndim not in (2, 3, 4) or (images.ndim > 2 and images.shape[-1] not in (1, 3)):
         raise ValueError(
-            "expected an array of shape (H, W), (H, W, C) or (B, H, W, C) with 1 or 3 channels, got shape "
-            f"{images.shape}; a batch without channels is images[..., None], and channels come first in tensors only"
+            "expected an array of shape (H, W), (H, W, C) or (B, H, W, C) with 1 or 3 channels, "
+            f"got shape {images.shape}; a batch without channels is images[..., None], and "
+            "channels come first in tensors only"
         )
     if images.ndim == 2:
         return images[None, ..., None]

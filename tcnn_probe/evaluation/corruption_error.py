@@ -1,4 +1,6 @@
-"""Corruption errors of ImageNet-C, relative to those of a baseline or to AlexNet's published errors; without torch."""
+"""Corruption errors of ImageNet-C, relative to those of a baseline or to AlexNet's published
+errors; without torch.
+"""
 
 from collections.abc import Mapping
 
@@ -28,39 +30,44 @@ ALEXNET_ERRORS = {
     # From the accuracy that torchvision reports for its weights; the paper prints 43.5 %.
     "clean": 0.434780,
 }
-"""AlexNet's mean error over severities 1 to 5 of each corruption of ImageNet-C (github.com/hendrycks/robustness)."""
+"""AlexNet's mean error over severities 1 to 5 of each corruption of ImageNet-C
+(github.com/hendrycks/robustness).
+"""
 
 
-def mean_corruption_error(
-    ds: xr.Dataset, baseline: str | Mapping[str, float]
-) -> xr.Dataset:
-    """Compute corruption errors relative to those of a baseline, and their mean, the mCE, as ratios (papers: per cent).
+def mean_corruption_error(ds: xr.Dataset, baseline: str | Mapping[str, float]) -> xr.Dataset:
+    """Compute corruption errors relative to those of a baseline, and their mean, the mCE, as ratios
+    (papers: per cent).
 
     With the error rates E of model f at corruption c and severity s, averaged over seeds:
 
-    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, there are fewer errors than with the baseline;
-    - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): the loss by corruption,
-      without the effect of the clean accuracy.
+    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, there are fewer errors than with the
+      baseline;
+    - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): the
+      loss by corruption, without the effect of the clean accuracy.
 
-    (Hendrycks & Dietterich 2019, Benchmarking neural network robustness to common corruptions and perturbations, §4.2;
-    their baseline is AlexNet on ImageNet, ``evaluation.ALEXNET_ERRORS``.)
+    (Hendrycks & Dietterich 2019, Benchmarking neural network robustness to common corruptions and
+    perturbations, §4.2; their baseline is AlexNet on ImageNet, ``evaluation.ALEXNET_ERRORS``.)
 
     Args:
-        ds: Results of :func:`tcnn_probe.evaluation.robustness` or :func:`tcnn_probe.evaluation.imagenet_c`, or a
-            selection of severities and seeds.
-        baseline: Name of the model to compare the others with; or published errors by corruption, means over all five
-            severities, and the error on clean images as "clean", which relative errors need.
+        ds: Results of :func:`tcnn_probe.evaluation.robustness` or
+            :func:`tcnn_probe.evaluation.imagenet_c`, or a selection of severities and seeds.
+        baseline: Name of the model to compare the others with; or published errors by corruption,
+            means over all five severities, and the error on clean images as "clean", which relative
+            errors need.
 
     Returns:
-        ``corruption_error`` and ``relative_corruption_error`` (model, corruption); their means over the corruptions of
-        each group, ``group_corruption_error`` and ``relative_group_corruption_error`` (model, group), and over all
-        corruptions, ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the baseline
-        makes no errors, or loses nothing. Relative errors are left out if clean images were not measured.
+        ``corruption_error`` and ``relative_corruption_error`` (model, corruption); their means over
+        the corruptions of each group, ``group_corruption_error`` and
+        ``relative_group_corruption_error`` (model, group), and over all corruptions,
+        ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the
+        baseline makes no errors, or loses nothing. Relative errors are left out if clean images
+        were not measured.
 
     Raises:
         TypeError: The results are not a Dataset.
-        ValueError: The results have no accuracies under corruption, or lack the baseline; or they have other severities
-            or corruptions than the published errors.
+        ValueError: The results have no accuracies under corruption, or lack the baseline; or they
+            have other severities or corruptions than the published errors.
     """
     check_results(ds, "accuracy", "group")
     errors = 1 - ds.accuracy
@@ -83,8 +90,7 @@ def mean_corruption_error(
         baseline_name = check_baseline(baseline, models)
         owner = f"{baseline}'s"
         baseline_sums = {
-            prefix: total.sel(model=baseline, drop=True)
-            for prefix, total in sums.items()
+            prefix: total.sel(model=baseline, drop=True) for prefix, total in sums.items()
         }
     summary = xr.Dataset(attrs=ds.attrs | {"baseline": baseline_name})
     # Published errors may lack the clean error, without which there are no relative errors.
@@ -92,14 +98,13 @@ def mean_corruption_error(
         divisor = baseline_sums[prefix]
         ratio = sums[prefix] / divisor.where(divisor != 0)
         ratio = ratio.transpose("model", "corruption", ...)
-        # With skipna=False, a corruption under which the baseline makes no errors is not dropped from the means.
+        # With skipna=False, a corruption under which the baseline makes no errors is not dropped
+        # from the means.
         summary[f"{prefix}corruption_error"] = ratio
         summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean(
             "corruption", skipna=False
         )
-        summary[f"{prefix}mean_corruption_error"] = ratio.mean(
-            "corruption", skipna=False
-        )
+        summary[f"{prefix}mean_corruption_error"] = ratio.mean("corruption", skipna=False)
     for name, variable in summary.data_vars.items():
         variable.attrs = {
             "long_name": f"{name}, of {owner}".replace("_", " "),
@@ -108,11 +113,12 @@ def mean_corruption_error(
     return summary
 
 
-def _published(
-    errors: xr.DataArray, published: Mapping[str, float]
-) -> dict[str, xr.DataArray]:
-    """Return published errors summed over severities, (corruption), and relative errors if there is a clean error."""
-    # Sums over severities are compared, so with other severities models would seem to differ from the published one.
+def _published(errors: xr.DataArray, published: Mapping[str, float]) -> dict[str, xr.DataArray]:
+    """Return published errors summed over severities, (corruption), and relative errors if there is
+    a clean error.
+    """
+    # Sums over severities are compared, so with other severities models would seem to differ from
+    # the published one.
     severities = np.atleast_1d(errors.coords.get("severity", [])).tolist()
     if sorted(severities) != [1, 2, 3, 4, 5]:
         raise ValueError(
@@ -121,9 +127,7 @@ def _published(
     names = errors.corruption.values.tolist()
     if unknown := [name for name in names if name not in published]:
         raise ValueError(f"expected published errors of {', '.join(unknown)} too")
-    means = xr.DataArray(
-        [published[name] for name in names], {"corruption": names}, ["corruption"]
-    )
+    means = xr.DataArray([published[name] for name in names], {"corruption": names}, ["corruption"])
     sums = {"": 5 * means}
     if "clean" in published:
         sums["relative_"] = 5 * (means - published["clean"])

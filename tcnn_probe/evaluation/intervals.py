@@ -1,4 +1,6 @@
-"""Confidence intervals with the stated coverage for means over images, or over trainings and images."""
+"""Confidence intervals with the stated coverage for means over images, or over trainings and
+images.
+"""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,13 +15,16 @@ from tcnn_probe.extras import needed_for
 __all__ = ["mean_interval", "scipy_stats"]
 
 LEAST_FOR_SKEWNESS = 8
-"""Smallest number of values whose skewness is estimated. With fewer values, the estimate only adds noise. From 8 on it
-raised the coverage for every skewed distribution that was simulated, and left that for the normal distribution at 0.945
-to 0.95."""
+"""Smallest number of values whose skewness is estimated. With fewer values, the estimate only adds
+noise. From 8 on it raised the coverage for every skewed distribution that was simulated, and left
+that for the normal distribution at 0.945 to 0.95.
+"""
 
 
 def scipy_stats() -> Any:
-    """Return the module scipy.stats, which takes a while to import; raise ModuleNotFoundError without SciPy."""
+    """Return the module scipy.stats, which takes a while to import; raise ModuleNotFoundError
+    without SciPy.
+    """
     with needed_for("an interval or a test"):
         return import_module("scipy.stats")
 
@@ -30,32 +35,38 @@ def mean_interval(
     *,
     confidence: float = 0.95,
 ) -> xr.DataArray:
-    """Compute a confidence interval for the mean along a dimension, or along several crossed dimensions.
+    """Compute a confidence interval for the mean along a dimension, or along several crossed
+    dimensions.
 
     The type of interval depends on the values:
 
     - bool, such as ``ds.correct``: Clopper and Pearson's exact interval for a proportion (1934).
-    - -1, 0 and 1, such as the difference between two models' right answers on the same images: Bonett and Price's
-      interval for paired proportions (2012, Adjusted Wald confidence interval for a difference of binomial proportions
-      based on paired data), with Student's t instead of the normal distribution. It adds two images, with 1 and -1, so
-      that models that differ on few images, or none, do not seem to be equal.
-    - other values: Student's t, from 8 values on with Hall's transformation, which removes the effect of their skewness
-      (1992, On the removal of skewness by transformation): t alone covers the mean of skewed measures of 16 images in
-      0.90 to 0.92 of the samples. Fewer values, such as three seeds, contain almost no information on their skewness.
+    - -1, 0 and 1, such as the difference between two models' right answers on the same images:
+      Bonett and Price's interval for paired proportions (2012, Adjusted Wald confidence interval
+      for a difference of binomial proportions based on paired data), with Student's t instead of
+      the normal distribution. It adds two images, with 1 and -1, so that models that differ on few
+      images, or none, do not seem to be equal.
+    - other values: Student's t, from 8 values on with Hall's transformation, which removes the
+      effect of their skewness (1992, On the removal of skewness by transformation): t alone covers
+      the mean of skewed measures of 16 images in 0.90 to 0.92 of the samples. Fewer values, such as
+      three seeds, contain almost no information on their skewness.
 
-    Several dimensions are crossed if, for example, each seed saw the same images: ("seed", "image"). Then the variances
-    of the means by label add, ``sum_d s_d^2 / n_d`` over the dimensions d, which is never too small on average (Owen
-    2007, The pigeonhole bootstrap, Sec. 3), with Satterthwaite's degrees of freedom (1946). The interval is therefore
-    wide if any of the dimensions matters, and as wide for three seeds as three seeds require. A dimension with a single
-    label adds nothing: the interval is for this label only.
+    Several dimensions are crossed if, for example, each seed saw the same images: ("seed",
+    "image"). Then the variances of the means by label add, ``sum_d s_d^2 / n_d`` over the
+    dimensions d, which is never too small on average (Owen 2007, The pigeonhole bootstrap, Sec. 3),
+    with Satterthwaite's degrees of freedom (1946). The interval is therefore wide if any of the
+    dimensions matters, and as wide for three seeds as three seeds require. A dimension with a
+    single label adds nothing: the interval is for this label only.
 
     Args:
-        values: Measurements, such as ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
+        values: Measurements, such as ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left
+            out.
         dim: Dimension, or dimensions, whose labels are a sample.
         confidence: Share of samples whose interval covers the mean, between 0 and 1.
 
     Returns:
-        ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
+        ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer
+        than two values.
 
     Raises:
         ValueError: There is no such dimension, or the confidence is not between 0 and 1.
@@ -95,7 +106,8 @@ def _interval(
     quantile = (1 + confidence) / 2
     if decisions and table.ndim == 1:
         right, wrong = known.sum(), (1 - known).sum()
-        # The bounds are quantiles of beta distributions, which do not exist if all or no values are right.
+        # The bounds are quantiles of beta distributions, which do not exist if all or no values are
+        # right.
         low = stats.beta.ppf(1 - quantile, right, wrong + 1) if right else 0
         high = stats.beta.ppf(quantile, right + 1, wrong) if wrong else 1
         return np.array([low, high])
@@ -119,27 +131,24 @@ def _interval(
             freedoms.append(len(means) - 1)
     parts = np.array(variances)
     total = parts.sum()
-    # Satterthwaite: the square of the sum over the sum of squares, each divided by its degrees of freedom.
+    # Satterthwaite: the square of the sum over the sum of squares, each divided by its degrees of
+    # freedom.
     freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
     half = stats.t.ppf(quantile, freedom) * np.sqrt(total)
     return np.clip([center - half, center + half], *(bounds or (None, None)))
 
 
-def _corrected_for_skewness(
-    values: NDArray[np.float64], quantile: float
-) -> NDArray[np.float64]:
+def _corrected_for_skewness(values: NDArray[np.float64], quantile: float) -> NDArray[np.float64]:
     """Return the low and high bound of Hall's interval.
 
-    With W = (mean - mu) / s and skewness g, the cubic W + g W^2 / 3 + g^2 W^3 / 27 + g / 6n is nearly symmetric. It is
-    monotone, so its inverse maps the quantiles of t back to bounds of mu.
+    With W = (mean - mu) / s and skewness g, the cubic W + g W^2 / 3 + g^2 W^3 / 27 + g / 6n is
+    nearly symmetric. It is monotone, so its inverse maps the quantiles of t back to bounds of mu.
     """
     count, mean, deviation = len(values), values.mean(), values.std(ddof=1)
     if deviation == 0:
         return np.array([mean, mean])
     third_of_skewness = ((values - mean) ** 3).mean() / values.std() ** 3 / 3
-    scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third_of_skewness / (
-        2 * count
-    )
+    scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third_of_skewness / (2 * count)
     # For symmetric values the formula would divide by 0; its limit is ``scaled`` itself.
     if abs(third_of_skewness) > 1e-6:
         scaled = (np.cbrt(1 + 3 * third_of_skewness * scaled) - 1) / third_of_skewness
@@ -147,7 +156,9 @@ def _corrected_for_skewness(
 
 
 def _means_by_label(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Average the known values of each label of an axis; labels without known values are left out."""
+    """Average the known values of each label of an axis; labels without known values are left
+    out.
+    """
     rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     rows = rows[~np.isnan(rows).all(1)]
     return np.nanmean(rows, 1)

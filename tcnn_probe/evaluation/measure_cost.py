@@ -29,11 +29,13 @@ _ABOUT = {
     "parameters": ("1", "number of parameters, without buffers"),
     "multiply_adds": (
         "1",
-        "multiply-adds of matrix products and convolutions in a forward pass of one image, half of their FLOPs",
+        "multiply-adds of matrix products and convolutions in a forward pass of one image, half of "
+        "their FLOPs",
     ),
     "peak_memory": (
         "MiB",
-        "memory that a forward pass of a batch needs at its peak, in addition to parameters, buffers and images",
+        "memory that a forward pass of a batch needs at its peak, in addition to parameters, "
+        "buffers and images",
     ),
     "images_per_second": (
         "s-1",
@@ -55,7 +57,8 @@ def cost(
     training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure the cost of models on their devices, in their precision, and with the current number of threads.
+    """Measure the cost of models on their devices, in their precision, and with the current number
+    of threads.
 
     ::
 
@@ -63,22 +66,25 @@ def cost(
         # ds is the result of tcnn_probe.evaluation.robustness
         print(xr.merge([ds[["clean_accuracy"]], cost]).to_pandas())
 
-    Products that the implementation computes are counted, but not sums, activations, normalisations and the softmax.
-    The thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a ResNet-50, 4.6e9 for a DeiT-S at 224.
-    So does Table 2 of the T-CNN paper for these two, but its 4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
+    Products that the implementation computes are counted, but not sums, activations, normalisations
+    and the softmax. The thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a
+    ResNet-50, 4.6e9 for a DeiT-S at 224. So does Table 2 of the T-CNN paper for these two, but its
+    4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
 
     Args:
         models: A model that takes images, or several, by name. Each is restored afterwards.
-        size: Size of the images in pixels, (height, width) or a number for both; or (channels, height, width); None
-            for that of timm's configuration.
+        size: Size of the images in pixels, (height, width) or a number for both; or (channels,
+            height, width); None for that of timm's configuration.
         batch_size: Batch size of the forwards whose time and memory are measured.
         rounds: Number of timed forwards, after one that is not timed; models take turns.
         training: Whether to time training, too: forward and backward, without the optimizer's step.
-        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal
+            or in a notebook.
 
     Returns:
-        A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without the
-        workspace of operators) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
+        A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the
+        CPU without the workspace of operators) and ``images_per_second``; with ``training`` also
+        ``training_images_per_second``.
 
     Raises:
         TypeError: A model is not a module, or a size is not an integer.
@@ -101,26 +107,23 @@ def cost(
     ) as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
-                # A single image is used, because multiply-adds are counted for each image of a batch.
+                # A single image is used, because multiply-adds are counted for each image of a
+                # batch.
                 model(images[name][:1])
-            costs["parameters"].append(
-                sum(parameter.numel() for parameter in model.parameters())
-            )
+            costs["parameters"].append(sum(parameter.numel() for parameter in model.parameters()))
             # torch counts two operations for each multiply-add.
             costs["multiply_adds"].append(counter.get_total_flops() / 2)
             costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
         for speed, run in speeds.items():
-            # Models take turns, so that a slow moment of the machine affects all of them. The first round is a warm-up,
-            # in which caches are filled and cuDNN chooses its kernels.
+            # Models take turns, so that a slow moment of the machine affects all of them. The first
+            # round is a warm-up, in which caches are filled and cuDNN chooses its kernels.
             seconds: dict[str, list[float]] = {name: [] for name in members}
             for _ in range(rounds + 1):
                 for name, model in members.items():
                     seconds[name].append(run(model, images[name]))
                     bar.update()
-            costs[speed] = [
-                batch_size / statistics.median(times[1:]) for times in seconds.values()
-            ]
+            costs[speed] = [batch_size / statistics.median(times[1:]) for times in seconds.values()]
     ds = xr.Dataset(
         {name: ("model", values) for name, values in costs.items()},
         {"model": list(members)},
@@ -137,21 +140,16 @@ def cost(
         else f"CPU, {torch.get_num_threads()} threads"
     )
     return ds.assign_attrs(
-        versions()
-        | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size}
+        versions() | {"device": device, "dtype": str(batch.dtype), "batch_size": batch_size}
     )
 
 
-def _images(
-    model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int
-) -> Tensor:
+def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     config = getattr(unwrap(model), "pretrained_cfg", None) or {}
     if size is None and "input_size" not in config:
-        raise ValueError(
-            f"timm does not know the image size of {type(model).__name__}: give size="
-        )
+        raise ValueError(f"timm does not know the image size of {type(model).__name__}: give size=")
     channels, *sides = config.get("input_size", (3, size, size))
     if size is not None:
         sides = [size, size] if isinstance(size, int) else list(size)
@@ -169,7 +167,9 @@ def _forward(model: nn.Module, images: Tensor) -> float:
 
 
 def _training_step(model: nn.Module, images: Tensor) -> float:
-    """Time a forward in training mode and its backward, in seconds; restore random numbers and buffers."""
+    """Time a forward in training mode and its backward, in seconds; restore random numbers and
+    buffers.
+    """
     # Batch norms update their statistics in place, so functional_call gets copies of the buffers.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -197,7 +197,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _peak(model: nn.Module, images: Tensor) -> int:
     """Measure the bytes that a forward adds at its peak."""
     if images.is_cuda:
-        # The first forward allocates workspaces and caches, which stay and are not a cost of further forwards.
+        # The first forward allocates workspaces and caches, which stay and are not a cost of
+        # further forwards.
         _forward(model, images)
         before = torch.cuda.memory_allocated(images.device)
         torch.cuda.reset_peak_memory_stats(images.device)
@@ -209,7 +210,9 @@ def _peak(model: nn.Module, images: Tensor) -> int:
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Peak size in bytes of all live storages that operators allocate, which torch does not count on a CPU."""
+    """Peak size in bytes of all live storages that operators allocate, which torch does not count
+    on a CPU.
+    """
 
     def __init__(self, uncounted: list[Tensor]) -> None:
         super().__init__()
@@ -229,7 +232,8 @@ class _PeakMemory(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 self.peak = max(self.peak, self._now)
-                # The storage is freed with the last tensor that shares it, even in the middle of a forward.
+                # The storage is freed with the last tensor that shares it, even in the middle of a
+                # forward.
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return output
 

@@ -40,7 +40,8 @@ def imagenet_c(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Classify the published images of ImageNet-C, and record each decision as :func:`robustness` does.
+    """Classify the published images of ImageNet-C, and record each decision as :func:`robustness`
+    does.
 
     ::
 
@@ -49,15 +50,18 @@ def imagenet_c(
         errors = evaluation.mean_corruption_error(ds, evaluation.ALEXNET_ERRORS)
         print(100 * errors.mean_corruption_error.to_pandas())  # mCE, as papers print it
 
-    An image has the same index in every corruption and severity, and among the clean images, so that comparisons of
-    models by image work: :func:`improvement`, :func:`mcnemar`, :func:`disagreement`, ``plot.robustness``.
+    An image has the same index in every corruption and severity, and among the clean images, so
+    that comparisons of models by image work: :func:`improvement`, :func:`mcnemar`,
+    :func:`disagreement`, ``plot.robustness``.
 
     Args:
         models: Models with ImageNet's 1000 classes, as in :func:`robustness`.
-        root: Folder with ``<corruption>/<severity>/n01440764/``, ... Images are 224 x 224 and not resized or cropped.
-        clean: Folder of ImageNet's validation images, ``n01440764/``, ..., of which those with the names of the
-            corrupted images are classified, too; None for no clean images.
-        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all.
+        root: Folder with ``<corruption>/<severity>/n01440764/``, ... Images are 224 x 224 and not
+            resized or cropped.
+        clean: Folder of ImageNet's validation images, ``n01440764/``, ..., of which those with the
+            names of the corrupted images are classified, too; None for no clean images.
+        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for
+            all.
         severities: Severities of the corruptions, 1 to 5.
         model, size: Options of :func:`imagenet_variant` for the clean images.
         normalization, device, progress: Options of :func:`robustness`.
@@ -65,12 +69,14 @@ def imagenet_c(
         workers: Number of processes that read images.
 
     Returns:
-        A dataset like that of :func:`robustness`, without attacks, and with the single seed 0, because the corruptions
-        are given. The coordinate ``file`` (image) has the folder and the name of each image.
+        A dataset like that of :func:`robustness`, without attacks, and with the single seed 0,
+        because the corruptions are given. The coordinate ``file`` (image) has the folder and the
+        name of each image.
 
     Raises:
         FileNotFoundError: A folder does not exist.
-        ValueError: The folders hold different images, or ``clean`` lacks some; an option is out of range.
+        ValueError: The folders hold different images, or ``clean`` lacks some; an option is out of
+            range.
     """
     names = named_corruptions(corruptions)
     levels = whole_numbers(severities, "severities", 1, 5)
@@ -91,9 +97,7 @@ def imagenet_c(
     total = len(conditions) + (clean is not None)
     with progress_bar(total, "ImageNet-C", progress, "condition") as bar:
         if clean is not None:
-            originals = imagenet_variant(
-                "imagenet", clean, model=model, size=size, **loading
-            )
+            originals = imagenet_variant("imagenet", clean, model=model, size=size, **loading)
             result = robustness(models, _selected(originals, files), **options)
             for name in ("clean_prediction", "clean_confidence"):
                 decisions[name] = result[name].values
@@ -132,7 +136,8 @@ def _open(
 ) -> Variant:
     corruption, severity = condition
     with warnings.catch_warnings():
-        # Only the first condition warns, mainly of missing classes, because all others lack the same classes.
+        # Only the first condition warns, mainly of missing classes, because all others lack the
+        # same classes.
         if not warn:
             warnings.simplefilter("ignore", UserWarning)
         return imagenet_variant(
@@ -143,8 +148,8 @@ def _open(
 def _files_of_all(root: str | Path, conditions: list[tuple[str, int]]) -> list[str]:
     """Return the files that every condition has; raise unless they are the same, in the same order.
 
-    All folders are read before the first image is classified, and are read again when their images are, because the
-    lists of 75 conditions of 50,000 images would take half a gigabyte.
+    All folders are read before the first image is classified, and are read again when their images
+    are, because the lists of 75 conditions of 50,000 images would take half a gigabyte.
     """
     files = _files(_open(root, conditions[0], warn=True))
     for condition in conditions[1:]:
@@ -153,8 +158,8 @@ def _files_of_all(root: str | Path, conditions: list[tuple[str, int]]) -> list[s
             different = sorted(set(files) ^ set(further))
             raise ValueError(
                 f"expected the same images in all folders of {root}, got {len(files)} in "
-                f"{'/'.join(map(str, conditions[0]))} and {len(further)} in {'/'.join(map(str, condition))}: "
-                f"{', '.join(different[:3])} in one of them only"
+                f"{'/'.join(map(str, conditions[0]))} and {len(further)} in "
+                f"{'/'.join(map(str, condition))}: {', '.join(different[:3])} in one of them only"
             )
     return files
 
@@ -173,8 +178,8 @@ def _selected(variant: Variant, files: list[str]) -> DataLoader[Any]:
     missing = [file for file in files if file not in numbers]
     if missing:
         raise ValueError(
-            f"expected the originals of all {len(files)} corrupted images in clean, which lacks {len(missing)}: "
-            f"{', '.join(missing[:3])}"
+            f"expected the originals of all {len(files)} corrupted images in clean, which lacks "
+            f"{len(missing)}: {', '.join(missing[:3])}"
         )
     return DataLoader(
         Subset(loader.dataset, [numbers[file] for file in files]),

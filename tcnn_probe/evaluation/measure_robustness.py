@@ -1,4 +1,6 @@
-"""``robustness()``: the decisions of models on corrupted, attacked and other images, as a dataset."""
+"""``robustness()``: the decisions of models on corrupted, attacked and other images, as a
+dataset.
+"""
 
 import json
 import warnings
@@ -62,7 +64,8 @@ def robustness(
     score: Literal["softmax", "sigmoid"] = "softmax",
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Classify clean, corrupted and attacked images, and images of other test sets; record each decision.
+    """Classify clean, corrupted and attacked images, and images of other test sets; record each
+    decision.
 
     ::
 
@@ -70,43 +73,54 @@ def robustness(
         ds = tcnn_probe.evaluation.robustness(models, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
-    A prediction is the class with the highest score, the first of several equal ones; its confidence is its probability
-    (``score``). With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; such images
-    are counted in ``attrs["nan_scores"]``, with a warning. Each model gets its own attacks, with the true classes, even
-    on images that it classified wrongly before.
+    A prediction is the class with the highest score, the first of several equal ones; its
+    confidence is its probability (``score``). With a NaN among the scores the prediction is -1,
+    which is wrong, and the confidence NaN; such images are counted in ``attrs["nan_scores"]``, with
+    a warning. Each model gets its own attacks, with the true classes, even on images that it
+    classified wrongly before.
 
     Args:
-        models: A module, which runs in eval mode and is restored afterwards, or a function, which is called as it is
-            (to ablate heads, for example); or several, by name. They map normalised images to scores (B, K).
-        images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
-            ``labels``; or pictures (:func:`tcnn_probe.images.as_images`) with ``labels``, which pass through the
-            models' transform of timm without its normalisation; or batches (images, labels), such as a DataLoader,
-            which is read once: each batch is corrupted once for each setting and passed to all models.
+        models: A module, which runs in eval mode and is restored afterwards, or a function, which
+            is called as it is (to ablate heads, for example); or several, by name. They map
+            normalised images to scores (B, K).
+        images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape
+            (N, C, H, W), with ``labels``; or pictures (:func:`tcnn_probe.images.as_images`) with
+            ``labels``, which pass through the models' transform of timm without its normalisation;
+            or batches (images, labels), such as a DataLoader, which is read once: each batch is
+            corrupted once for each setting and passed to all models.
         labels: Classes of the images, shape (N,).
-        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
+        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for
+            all, () for none.
         severities: Severities of the corruptions, 1 to 5.
         attacks: "fgsm" and "pgd", or one of them; () for none. With options:
             ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
-        seeds: Seeds of corruptions and attacks. Image i depends only on (seed, i), not on the batches.
+        seeds: Seeds of corruptions and attacks. Image i depends only on (seed, i), not on the
+            batches.
         variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
-        normalization: Argument of :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
+        normalization: Argument of :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models'
+            names.
         frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
-        device: Device on which images are placed; None for that of each module, and for functions, that of the images.
-        score: Probabilities of classes, for confidences: "softmax" over all classes, or "sigmoid" of each class by
-            itself; a model with one output, the log-odds of class 1 against class 0, needs "sigmoid".
-        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
+        device: Device on which images are placed; None for that of each module, and for functions,
+            that of the images.
+        score: Probabilities of classes, for confidences: "softmax" over all classes, or "sigmoid"
+            of each class by itself; a model with one output, the log-odds of class 1 against class
+            0, needs "sigmoid".
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal
+            or in a notebook.
 
     Returns:
-        A dataset. For each image it has ``prediction`` (int32), ``confidence`` (float32) and ``correct``
-        (bool), each (model, corruption, severity, seed, image); ``clean_prediction``, ... (model, image) and
-        ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images are ``accuracy``,
-        ``clean_accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant) over ``variant_images``
-        (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added to its name.
-        Coordinates: ``group`` of each corruption, ``label`` of each image.
+        A dataset. For each image it has ``prediction`` (int32), ``confidence`` (float32) and
+        ``correct`` (bool), each (model, corruption, severity, seed, image); ``clean_prediction``,
+        ... (model, image) and ``adversarial_prediction``, ... (model, attack, seed, image). Means
+        of correct over images are ``accuracy``, ``clean_accuracy``, ``adversarial_accuracy``; and
+        ``variant_accuracy`` (model, variant) over ``variant_images`` (variant). Each mean has its
+        binomial standard error √(p(1 - p)/n), with ``_se`` added to its name. Coordinates:
+        ``group`` of each corruption, ``label`` of each image.
 
     Raises:
-        ValueError, TypeError: Models, images, labels or options have another type or are out of range.
+        ValueError, TypeError: Models, images, labels or options have another type or are out of
+            range.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
@@ -130,14 +144,10 @@ def robustness(
     )
     batches, count = _as_batches(images, labels, batch_size, members)
     variant_batches = sum(
-        len(variant.loader)
-        for variant in test_sets
-        if isinstance(variant.loader, Sized)
+        len(variant.loader) for variant in test_sets if isinstance(variant.loader, Sized)
     )
     total = (
-        None
-        if count is None
-        else (count * measurement.passes() + variant_batches) * len(members)
+        None if count is None else (count * measurement.passes() + variant_batches) * len(members)
     )
     parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
     first = 0
@@ -149,23 +159,18 @@ def robustness(
         for pixels, targets in batches:
             for name, part in measurement.batch(pixels, targets, first).items():
                 parts[name].append(part)
-            # Images are numbered across batches, so that random draws do not depend on the batch size.
+            # Images are numbered across batches, so that random draws do not depend on the batch
+            # size.
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
-        by_variant = {
-            variant.name: measurement.variant(variant) for variant in test_sets
-        }
+        by_variant = {variant.name: measurement.variant(variant) for variant in test_sets}
     nan = dict(measurement.nan_scores)
     if nan:
-        warnings.warn(
-            f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2)
     # Images are the last axis of all arrays.
     decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
-    return as_dataset(
-        decisions, by_variant, measurement.coordinates(), measurement.attrs()
-    )
+    return as_dataset(decisions, by_variant, measurement.coordinates(), measurement.attrs())
 
 
 @dataclass
@@ -186,21 +191,21 @@ class _Measurement:
     normalized: dict[str, Any] = field(default_factory=dict)
 
     def passes(self) -> int:
-        """Count the passes of an image through a model; conditions that are not random run once for all seeds."""
+        """Count the passes of an image through a model; conditions that are not random run once for
+        all seeds.
+        """
         random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(
             self.severities
         )
         random += [ascent.random_start for ascent in self.attacks.values()]
         return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
 
-    def batch(
-        self, images: Tensor, labels: Tensor, first: int
-    ) -> dict[str, NDArray[Any]]:
-        """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels, (B,)."""
+    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
+        """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels,
+        (B,).
+        """
         if labels.ndim != 1:
-            raise ValueError(
-                "expected one label for each image, (B,); only variants have several"
-            )
+            raise ValueError("expected one label for each image, (B,); only variants have several")
         classifiers = self._classifiers(images, None)
         arrays = {"label": labels.numpy()} | _named(
             "clean_", self._decide(classifiers, images, labels)
@@ -208,9 +213,7 @@ class _Measurement:
         if self.corruptions:
             arrays |= _named("", self._corrupted(classifiers, images, labels, first))
         if self.attacks:
-            arrays |= _named(
-                "adversarial_", self._attacked(classifiers, images, labels, first)
-            )
+            arrays |= _named("adversarial_", self._attacked(classifiers, images, labels, first))
         return arrays
 
     def variant(self, variant: Variant) -> NDArray[Any]:
@@ -223,14 +226,13 @@ class _Measurement:
             )
             rows.append(_right(predictions, labels.numpy()))
         if not rows:
-            raise ValueError(
-                f"expected images of the variant {variant.name!r}, got none"
-            )
+            raise ValueError(f"expected images of the variant {variant.name!r}, got none")
         return np.concatenate(rows, -1)
 
     def coordinates(self) -> dict[str, Any]:
         """Return the coordinates of the conditions."""
-        # Strings of dtype object are the same after a round trip through zarr; fixed-width strings change their dtype.
+        # Strings of dtype object are the same after a round trip through zarr; fixed-width strings
+        # change their dtype.
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
         return {
             "model": np.array(list(self.models), dtype=object),
@@ -278,20 +280,14 @@ class _Measurement:
         self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int
     ) -> Decisions:
         rows: list[Decisions] = []
-        for name, severity, seed in product(
-            self.corruptions, self.severities, self.seeds
-        ):
+        for name, severity, seed in product(self.corruptions, self.severities, self.seeds):
             # A corruption that is not random is the same for all seeds.
             if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
-            corrupted = corrupt(
-                images, name, severity, seed=seed, first=first, frost=self.frost
-            )
+            corrupted = corrupt(images, name, severity, seed=seed, first=first, frost=self.frost)
             rows.append(self._decide(classifiers, corrupted, labels))
-        return _stacked(
-            rows, (len(self.corruptions), len(self.severities), len(self.seeds))
-        )
+        return _stacked(rows, (len(self.corruptions), len(self.severities), len(self.seeds)))
 
     def _attacked(
         self, classifiers: Classifiers, images: Tensor, labels: Tensor, first: int
@@ -306,19 +302,17 @@ class _Measurement:
             # Each model gets the images that are attacked against this model.
             for name, classifier in classifiers.items():
                 adversarial = ascent(classifier, images, labels, seed, first)
-                prediction, confidence = self._decide(
-                    {name: classifier}, adversarial, labels
-                )
+                prediction, confidence = self._decide({name: classifier}, adversarial, labels)
                 predictions.append(prediction)
                 confidences.append(confidence)
             rows.append((np.concatenate(predictions), np.concatenate(confidences)))
         return _stacked(rows, (len(self.attacks), len(self.seeds)))
 
     @torch.no_grad()
-    def _decide(
-        self, classifiers: Classifiers, images: Tensor, labels: Tensor
-    ) -> Decisions:
-        """Return each model's best class, (model, B), -1 where a score is NaN; and its probability."""
+    def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
+        """Return each model's best class, (model, B), -1 where a score is NaN; and its
+        probability.
+        """
         predictions, confidences = [], []
         for name, classifier in classifiers.items():
             scores = classifier(classifier.place(images))
@@ -347,22 +341,21 @@ def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
     predictions = np.stack([row[0] for row in rows], 1)
     confidences = np.stack([row[1] for row in rows], 1)
     models, _, images = predictions.shape
-    return predictions.reshape(models, *shape, images), confidences.reshape(
-        models, *shape, images
-    )
+    return predictions.reshape(models, *shape, images), confidences.reshape(models, *shape, images)
 
 
 def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
-    """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
+    """Compare predictions (model, B) with labels (B,), or with the set of labels of each image,
+    bool (B, K).
+    """
     if labels.ndim == 1:
         return predictions == labels
-    # Scores with NaN need a separate condition, because their prediction of -1 would look up the last class.
+    # Scores with NaN need a separate condition, because their prediction of -1 would look up the
+    # last class.
     return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
 
 
-def _by_model(
-    normalization: Any, models: Mapping[str, Model]
-) -> dict[str, Normalization | None]:
+def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Normalization | None]:
     if not isinstance(normalization, Mapping):
         return dict.fromkeys(models, normalization)
     for name in normalization:
@@ -387,7 +380,9 @@ def _as_variants(variants: Any) -> tuple[Variant, ...]:
 def _as_batches(
     images: Any, labels: Any, batch_size: int, models: Mapping[str, Model]
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
-    """Return an iterator over checked batches of images and labels, and their number, or None if it is unknown."""
+    """Return an iterator over checked batches of images and labels, and their number, or None if it
+    is unknown.
+    """
     pictures = as_pictures(images)
     if pictures is not None or isinstance(images, Tensor | np.ndarray):
         step = whole_number(batch_size, "batch_size", 1)
@@ -397,8 +392,8 @@ def _as_batches(
         return iter(parts), len(parts)
     if not isinstance(images, Iterable) or labels is not None:
         raise TypeError(
-            "expected images (a tensor, an array (N, C, H, W) or pictures) and labels, or only an iterable of "
-            f"(images, labels) batches; got {type(images).__name__}"
+            "expected images (a tensor, an array (N, C, H, W) or pictures) and labels, or only an "
+            f"iterable of (images, labels) batches; got {type(images).__name__}"
         )
     pairs = (_as_batch(batch, models) for batch in images)
     return pairs, len(images) if isinstance(images, Sized) else None
@@ -406,14 +401,13 @@ def _as_batches(
 
 def _as_batch(batch: Any, models: Mapping[str, Model]) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise TypeError(
-            f"expected batches (images, labels), got {type(batch).__name__}"
-        )
+        raise TypeError(f"expected batches (images, labels), got {type(batch).__name__}")
     pixels, labels = as_pixels(batch[0], models.values()), batch[1]
     if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
         return pixels, as_labels(labels, len(pixels))
     if labels.ndim != 2 or len(labels) != len(pixels):
         raise ValueError(
-            f"expected labels of {len(pixels)} images, of shape (B,), or (B, K) and bool; got {tuple(labels.shape)}"
+            f"expected labels of {len(pixels)} images, of shape (B,), or (B, K) and bool; got "
+            f"{tuple(labels.shape)}"
         )
     return pixels, labels.detach().cpu()

@@ -1,4 +1,6 @@
-"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset, and their summaries in papers; without torch."""
+"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset, and their summaries in papers;
+without torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +22,13 @@ __all__ = [
     "share_right",
 ]
 
-_RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
+_RULE = (
+    "the highest score is the label's; of equal scores the first is the highest; a NaN among "
+    "them is wrong"
+)
 
-# Dimensions of means over images and a description, by the prefix of the variables ("clean_correct", ...).
+# Dimensions of means over images and a description, by the prefix of the variables
+# ("clean_correct", ...).
 _KINDS = {
     "clean_": (("model",), "of the images as they are"),
     "": (
@@ -31,7 +37,8 @@ _KINDS = {
     ),
     "adversarial_": (
         ("model", "attack", "seed"),
-        "of images perturbed to raise this model's loss (FGSM: Goodfellow et al. 2015; PGD: Madry et al. 2018)",
+        "of images perturbed to raise this model's loss (FGSM: Goodfellow et al. 2015; PGD: Madry "
+        "et al. 2018)",
     ),
 }
 _PREFIXES: dict[str | None, str] = {None: "clean_", "attack": "adversarial_"}
@@ -47,11 +54,12 @@ def as_dataset(
     """Collect decisions, right answers, accuracies and standard errors in a dataset.
 
     Args:
-        decisions: Predictions and confidences by the name of their variable, with images on the last axis; and "label",
-            the class of each image.
-        variants: Right answers on other test sets, bool, shape (model, image), by the name of the set.
-        coordinates: Coordinates of the dimensions other than "image" and "variant". Coordinates of dimensions that no
-            variable has are dropped.
+        decisions: Predictions and confidences by the name of their variable, with images on the
+            last axis; and "label", the class of each image.
+        variants: Right answers on other test sets, bool, shape (model, image), by the name of the
+            set.
+        coordinates: Coordinates of the dimensions other than "image" and "variant". Coordinates of
+            dimensions that no variable has are dropped.
         attrs: Attributes of the dataset.
     """
     label = decisions["label"]
@@ -78,9 +86,7 @@ def as_dataset(
         for name, (values, long_name, definition) in arrays.items():
             about = {"long_name": long_name, "definition": definition}
             variables[f"{prefix}{name}"] = (*dims, "image"), values, about
-        variables |= _means(
-            f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject
-        )
+        variables |= _means(f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject)
     if variants:
         # Test sets differ in size, so only their means fit into one array.
         images = np.array([correct.shape[1] for correct in variants.values()])
@@ -105,16 +111,16 @@ def as_dataset(
         "label": ("image", label),
     }
     ds = xr.Dataset(variables, coords, attrs | {"prediction": _RULE})
-    unused = set(ds.dims).difference(
-        *(variable.dims for variable in ds.data_vars.values())
-    )
+    unused = set(ds.dims).difference(*(variable.dims for variable in ds.data_vars.values()))
     return ds.drop_dims(unused)
 
 
 def _means(
     name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str
 ) -> dict[str, Any]:
-    """Describe the share of right answers and its binomial standard error for a number of images."""
+    """Describe the share of right answers and its binomial standard error for a number of
+    images.
+    """
     attrs = {
         "long_name": f"accuracy {subject}",
         "units": "1",
@@ -138,24 +144,27 @@ def improvement(
     *,
     relative: bool = True,
 ) -> xr.Dataset:
-    """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
+    """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper,
+    Fig. 3).
 
     Args:
         results: Results of :func:`tcnn_probe.evaluation.robustness`.
         baseline: Name of the model to compare the others with.
-        by: "group" of corruptions, "corruption" or "severity" (averaged over the others); "attack"; None for clean
-            images.
+        by: "group" of corruptions, "corruption" or "severity" (averaged over the others); "attack";
+            None for clean images.
         relative: Whether to divide the difference by the baseline's accuracy.
 
     Returns:
-        ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
-        "low" and "high": a 95 % interval over images, the same for both models, of
-        :func:`~tcnn_probe.evaluation.mean_interval` or, if relative, Fieller's (1954). NaN where a model did not see
-        the images, and, if relative, where the baseline is never right, or so rarely that any ratio is possible.
+        ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by,
+        bound) with bound "low" and "high": a 95 % interval over images, the same for both models,
+        of :func:`~tcnn_probe.evaluation.mean_interval` or, if relative, Fieller's (1954). NaN where
+        a model did not see the images, and, if relative, where the baseline is never right, or so
+        rarely that any ratio is possible.
 
     Raises:
         TypeError: The results are not a Dataset.
-        ValueError: The baseline is not a model or is the only one, or ``by`` is unknown or was not measured.
+        ValueError: The baseline is not a model or is the only one, or ``by`` is unknown or was not
+            measured.
     """
     right = share_right(results, by)
     models = model_names(right)
@@ -197,11 +206,13 @@ def improvement(
 
 
 def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[Any]:
-    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) for the same images.
+    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) for the
+    same images.
 
-    It contains each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers
-    are right or wrong, two images are added, as in Bonett and Price's interval for the difference: only the model has
-    the first right, and only the baseline the second.
+    It contains each ratio q for which a t test finds the mean of ``answers - q baseline``
+    compatible with 0. If answers are right or wrong, two images are added, as in Bonett and Price's
+    interval for the difference: only the model has the first right, and only the baseline the
+    second.
     """
     t = scipy_stats().t
     if np.isnan(answers).any() or np.isnan(baseline).any():
@@ -224,7 +235,9 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
 
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
-    """Return the share of right answers for each image, (model, by, image) or (model, image); see `improvement`."""
+    """Return the share of right answers for each image, (model, by, image) or (model, image); see
+    `improvement`.
+    """
     name = f"{prefix_of(by)}correct"
     check_results(results, name)
     for dim in ("model", "image"):
@@ -236,16 +249,18 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
 
 
 def prefix_of(by: str | None) -> str:
-    """Return the prefix of the variables with this coordinate: "clean_", "" or "adversarial_"; see `improvement`."""
+    """Return the prefix of the variables with this coordinate: "clean_", "" or "adversarial_"; see
+    `improvement`.
+    """
     if by not in _PREFIXES:
-        raise ValueError(
-            f"expected by to be one of {', '.join(map(repr, _PREFIXES))}, got {by!r}"
-        )
+        raise ValueError(f"expected by to be one of {', '.join(map(repr, _PREFIXES))}, got {by!r}")
     return _PREFIXES[by]
 
 
 def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
-    """Average over all dimensions but ``by``, "model" and "image", with groups in published order: (..., by, image)."""
+    """Average over all dimensions but ``by``, "model" and "image", with groups in published order:
+    (..., by, image).
+    """
     if by is not None and by not in values.coords:
         raise ValueError(
             f"expected {values.name!r} with the coordinate {by!r}, got {tuple(values.coords)}"
@@ -257,9 +272,7 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
     if by == "group":
         groups = np.atleast_1d(means.group.values)
         means = (
-            means.assign_coords(group=("corruption", groups))
-            .groupby("group")
-            .mean("corruption")
+            means.assign_coords(group=("corruption", groups)).groupby("group").mean("corruption")
         )
         # groupby sorts the groups, so their published order is restored.
         means = means.sel(group=list(dict.fromkeys(groups.tolist())))
@@ -267,7 +280,9 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
 
 
 def check_results(results: object, *names: str) -> None:
-    """Raise unless the results are a Dataset (not one of its variables) with all of the variables."""
+    """Raise unless the results are a Dataset (not one of its variables) with all of the
+    variables.
+    """
     if not isinstance(results, xr.Dataset):
         got = type(results).__name__
         raise TypeError(
@@ -283,9 +298,7 @@ def check_results(results: object, *names: str) -> None:
 def model_names(values: xr.DataArray) -> list[str]:
     """Return the names of all models."""
     if "model" not in values.dims:
-        raise ValueError(
-            f"expected accuracies with the dimension 'model', got {values.dims}"
-        )
+        raise ValueError(f"expected accuracies with the dimension 'model', got {values.dims}")
     return [str(name) for name in values.model.values]
 
 

@@ -1,10 +1,12 @@
-"""The anatomy of a head: the parts of its attention that follow from offset, position and content, in nat.
+"""The anatomy of a head: the parts of its attention that follow from offset, position and content,
+in nat.
 
-The selectivity of a head is its information over uniform attention U, mean log K - mean H(A) for K visible keys. A
-chain of distributions splits it into parts that add up: T, the convolution that is nearest to the mean M of A over
-images, the mean M itself, and A. By Pythagoras' theorem for the Kullback-Leibler divergence (Csiszar 1975),
-KL(M || U) = KL(T || U) + KL(M || T); and as images and queries are drawn independently, the information of image and
-key given the query is I(image; key) + I(image; query given key). The functions take plain arrays, in float64.
+The selectivity of a head is its information over uniform attention U, mean log K - mean H(A) for K
+visible keys. A chain of distributions splits it into parts that add up: T, the convolution that is
+nearest to the mean M of A over images, the mean M itself, and A. By Pythagoras' theorem for the
+Kullback-Leibler divergence (Csiszar 1975), KL(M || U) = KL(T || U) + KL(M || T); and as images and
+queries are drawn independently, the information of image and key given the query is I(image; key) +
+I(image; query given key). The functions take plain arrays, in float64.
 """
 
 from typing import Any, NamedTuple
@@ -25,12 +27,13 @@ _TINY = np.finfo(np.float64).tiny
 
 
 class Convolution(NamedTuple):
-    """The convolution T inside each head: T_i(j) = kernel(offset from i to j) / normaliser of query i.
+    """The convolution T inside each head: T_i(j) = kernel(offset from i to j) / normaliser of query
+    i.
 
     Args:
         kernel: Shape (heads, offsets), up to a factor of each head; 0 at offsets without attention.
-        entropy: Mean over queries of the cross entropy -sum_j M_i(j) log T_i(j), shape (heads,). For the nearest T it
-            is the entropy of T.
+        entropy: Mean over queries of the cross entropy -sum_j M_i(j) log T_i(j), shape (heads,).
+            For the nearest T it is the entropy of T.
     """
 
     kernel: Array
@@ -67,33 +70,30 @@ def nearest_convolution(
     counts = np.bincount(cells.ravel(), seen.ravel(), count * queries)
     pairs = counts.reshape(count, queries).astype(np.float64)
     weights = mean.sum(-1)
-    return convolution_inside(
-        masses, pairs, weights, start, rounds=rounds, tolerance=tolerance
-    )
+    return convolution_inside(masses, pairs, weights, start, rounds=rounds, tolerance=tolerance)
 
 
-def nearest_prefix(
-    mean: Array, on_grid: NDArray[np.bool_], seen: NDArray[np.bool_]
-) -> Convolution:
-    """Fit the attention P nearest to a mean M that is even over the grid: a convolution whose offsets are all alike.
+def nearest_prefix(mean: Array, on_grid: NDArray[np.bool_], seen: NDArray[np.bool_]) -> Convolution:
+    """Fit the attention P nearest to a mean M that is even over the grid: a convolution whose
+    offsets are all alike.
 
     Args:
         mean: M, shape (heads, queries, keys).
-        on_grid: Whether each key lies on the grid, shape (keys,); each other one has a weight of its own.
+        on_grid: Whether each key lies on the grid, shape (keys,); each other one has a weight of
+            its own.
         seen: Whether each query sees each key, shape (queries, keys).
     """
     mean = _of_queries_that_see(mean, seen)
     # The only offset of the patches comes first.
-    masses = np.hstack(
-        [mean[..., on_grid].sum((1, 2))[:, None], mean[..., ~on_grid].sum(1)]
-    )
+    masses = np.hstack([mean[..., on_grid].sum((1, 2))[:, None], mean[..., ~on_grid].sum(1)])
     pairs = np.vstack([seen[:, on_grid].sum(1), seen[:, ~on_grid].T])
     return convolution_inside(masses, pairs.astype(np.float64), mean.sum(-1))
 
 
 def _of_queries_that_see(mean: Array, seen: NDArray[np.bool_]) -> Array:
     """Set the rows of queries that see no key to zero."""
-    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
+    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does
+    # not see.
     return mean * seen.any(1, keepdims=True)
 
 
@@ -106,23 +106,27 @@ def convolution_inside(
     rounds: int = 30,
     tolerance: float = 1e-7,
 ) -> Convolution:
-    """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i), by iterative scaling.
+    """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i), by iterative
+    scaling.
 
-    At the minimum T has the masses of M. With normalisers Z = kernel @ pairs this says that the kernel is
-    masses / sum_i weights_i pairs_i / Z_i, which is iterated. The cross entropy decreases in each round, and differs
-    from its minimum by the square of what the kernel lacks. Heads that need more rounds are those whose kernels have
-    parts that few queries share; they are finished by Newton's method.
+    At the minimum T has the masses of M. With normalisers Z = kernel @ pairs this says that the
+    kernel is masses / sum_i weights_i pairs_i / Z_i, which is iterated. The cross entropy decreases
+    in each round, and differs from its minimum by the square of what the kernel lacks. Heads that
+    need more rounds are those whose kernels have parts that few queries share; they are finished by
+    Newton's method.
 
     Args:
-        masses: Sum over queries of M at each offset, shape (heads, offsets). Each token off the grid, such as a class
-            token, is an offset of its own.
+        masses: Sum over queries of M at each offset, shape (heads, offsets). Each token off the
+            grid, such as a class token, is an offset of its own.
         pairs: Number of visible keys of each query at each offset, shape (offsets, queries).
-        weights: Sum over keys of M of each query, shape (heads, queries): 1, or 0 if all keys are hidden from it.
+        weights: Sum over keys of M of each query, shape (heads, queries): 1, or 0 if all keys are
+            hidden from it.
         start: Kernels to start from, such as those of similar masses.
         rounds: Largest number of rounds.
         tolerance: Decrease of the cross entropy in nat below which no further round follows.
     """
-    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
+    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does
+    # not see.
     weights = weights * (pairs.sum(0) > 0)
     kernel = masses / np.maximum(pairs.sum(1), 1) if start is None else start.copy()
     queries = weights.shape[1]
@@ -150,10 +154,12 @@ def convolution_inside(
 def _newton(
     masses: Array, pairs: Array, weights: Array, start: Array, tolerance: float
 ) -> tuple[Array, Array]:
-    """Return the kernel and the cross entropy of a head, by Newton's method in the logarithms of the normalisers Z.
+    """Return the kernel and the cross entropy of a head, by Newton's method in the logarithms of
+    the normalisers Z.
 
-    The cross entropy is, for the best kernel given Z, convex in -log Z: the sum over queries of weights log Z plus the
-    sum over offsets of masses log(share / masses), where share = sum_i weights_i pairs_i / Z_i.
+    The cross entropy is, for the best kernel given Z, convex in -log Z: the sum over queries of
+    weights log Z plus the sum over offsets of masses log(share / masses), where share = sum_i
+    weights_i pairs_i / Z_i.
     """
 
     def shares(logarithms: Array) -> tuple[Array, Array, Any]:
@@ -167,7 +173,8 @@ def _newton(
         ratio = share / total[:, None]
         expected = masses @ ratio
         curvature = np.diag(expected) - ratio.T @ (masses[:, None] * ratio)
-        # The curvature is 0 along common factors of queries that share no offset, and so is the slope.
+        # The curvature is 0 along common factors of queries that share no offset, and so is the
+        # slope.
         curvature[np.diag_indices_from(curvature)] += 1e-12
         step = np.linalg.solve(curvature, expected - weights)
         length, decrease = 1.0, -1.0
@@ -193,24 +200,27 @@ def parts_of_selectivity(
 ) -> dict[str, Array]:
     """Split the selectivity of heads into parts that add up.
 
-    From few images and queries, differences between images look like differences between queries, and the reverse. The
-    corrections are those of a two-way layout: exact to second order in the differences, and without effect on the sum.
+    From few images and queries, differences between images look like differences between queries,
+    and the reverse. The corrections are those of a two-way layout: exact to second order in the
+    differences, and without effect on the sum.
 
     Args:
-        mean: Mean M over images of A, shape (heads, windows, queries, keys), with the same number of sampled queries
-            from each window.
+        mean: Mean M over images of A, shape (heads, windows, queries, keys), with the same number
+            of sampled queries from each window.
         entropy: Mean over images of H(A), shape (heads, windows, queries).
-        mean_entropy: Mean over images of H(mean over the window's queries of A), shape (heads, windows).
+        mean_entropy: Mean over images of H(mean over the window's queries of A), shape (heads,
+            windows).
         keys: Number K of visible keys of each query, shape (windows, queries).
-        images: Number n of images of each head, shape (heads,). From a single one only selectivity and offset are
-            known, and the other parts are NaN.
+        images: Number n of images of each head, shape (heads,). From a single one only selectivity
+            and offset are known, and the other parts are NaN.
         population: Number Q of queries of a window from which the queries were sampled.
-        convolution: Convolution inside the heads; None if no grid is known, so that offset and position cannot be told.
+        convolution: Convolution inside the heads; None if no grid is known, so that offset and
+            position cannot be told.
         prefix: What :func:`nearest_prefix` finds; None if no grid is known.
 
     Returns:
-        The parts that are known, by the names of the recording, shape (heads,) each, in nat. Prefix information is a
-        part of offset information, by Pythagoras' theorem again.
+        The parts that are known, by the names of the recording, shape (heads,) each, in nat. Prefix
+        information is a part of offset information, by Pythagoras' theorem again.
     """
     unknown = np.where(images > 0, 0, np.nan)
     attention_entropy = entropy.mean((1, 2)) + unknown

@@ -1,8 +1,8 @@
 """Weights of the layers between the patches of ResMLP and MLP-Mixer, as static attention.
 
-The weight from key patch j to query patch i does not depend on the image. Each such layer is therefore treated as a
-head with a content information of 0, which has a type like any head (Touvron's thesis, Section 4.3.3, compares these
-layers with convolutions).
+The weight from key patch j to query patch i does not depend on the image. Each such layer is
+therefore treated as a head with a content information of 0, which has a type like any head
+(Touvron's thesis, Section 4.3.3, compares these layers with convolutions).
 """
 
 import math
@@ -28,11 +28,13 @@ NEAR_ZERO = 0.05
 _ABOUT = {
     "weight": (
         "1",
-        "weight of the key patch for the query patch; in MLP-Mixer the product of the two layers' matrices",
+        "weight of the key patch for the query patch; in MLP-Mixer the product of the two layers' "
+        "matrices",
     ),
     "near_zero": (
         "1",
-        f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. 4.3)",
+        f"share of weights below {NEAR_ZERO:.0%} of the largest, in absolute value (thesis, Fig. "
+        "4.3)",
     ),
     "attention_distance": (
         "cell",
@@ -48,7 +50,8 @@ _ABOUT = {
     "selectivity": ("nat", "uniform_entropy - entropy: the sum of the four parts"),
     "offset_information": (
         "nat",
-        "part of selectivity: information of the convolution that is nearest to |A_ij| / sum_j |A_ij|",
+        "part of selectivity: information of the convolution that is nearest to |A_ij| / sum_j "
+        "|A_ij|",
     ),
     "position_information": ("nat", "part of selectivity: the rest"),
     **dict.fromkeys(
@@ -73,17 +76,17 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
         layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()
         tcnn_probe.head_types(layers)  # convolutional, positional, averaging or mixed
 
-    Only ``translation_equivariance`` depends on the signs of the weights. MLP-Mixer has a GELU between its two layers;
-    the product of their weights ignores it.
+    Only ``translation_equivariance`` depends on the signs of the weights. MLP-Mixer has a GELU
+    between its two layers; the product of their weights ignores it.
 
     Args:
         model: Model with blocks of timm's ResMLP or MLP-Mixer.
         grid: Rows and columns of patches; None for those of the model's patch embedding.
 
     Returns:
-        ``weight`` (layer, query_y, query_x, y, x); ``near_zero``, ``uniform_...`` and ``images`` (layer,);
-        ``attention_distance``, ``entropy``, ``translation_equivariance``, ``selectivity`` and its parts (layer, head),
-        for a single head.
+        ``weight`` (layer, query_y, query_x, y, x); ``near_zero``, ``uniform_...`` and ``images``
+        (layer,); ``attention_distance``, ``entropy``, ``translation_equivariance``, ``selectivity``
+        and its parts (layer, head), for a single head.
 
     Raises:
         ValueError: There is no such block, or the grid is not known or does not fit.
@@ -100,9 +103,7 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
         grid = getattr(getattr(unwrap(model), "stem", None), "grid_size", None)
     patches = len(next(iter(matrices.values())))
     if grid is None or math.prod(grid) != patches:
-        raise ValueError(
-            f"expected grid=(rows, columns) of {patches} patches, got {grid}"
-        )
+        raise ValueError(f"expected grid=(rows, columns) of {patches} patches, got {grid}")
     layers = [_measure(matrix, grid) for matrix in matrices.values()]
     ds = xr.concat(layers, xr.Variable("layer", list(matrices)))
     for name, (units, description) in _ABOUT.items():
@@ -131,9 +132,7 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     with needed_for("entropy"):
         from scipy.special import entr
 
-    places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(
-        -1, 2
-    )
+    places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
     magnitudes = np.abs(matrix)
     # Unlike attention, weights have signs.
@@ -158,24 +157,19 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
         "position_information": of_convolution - entropy,
         "key_content_information": 0.0,
         "query_key_content_information": 0.0,
-        "translation_equivariance": translation_equivariance(
-            matrix[None], places, places
-        )[0],
+        "translation_equivariance": translation_equivariance(matrix[None], places, places)[0],
         "content_information": 0.0,
     }
     by_layer = {
         "near_zero": (magnitudes < NEAR_ZERO * magnitudes.max()).mean(),
         "uniform_distance": distances.mean(),
         "uniform_entropy": log_keys,
-        # The measures do not depend on images, so they pass every threshold on the number of images.
+        # The measures do not depend on images, so they pass every threshold on the number of
+        # images.
         "images": math.inf,
     }
-    weight = {
-        "weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))
-    }
+    weight = {"weight": (("query_y", "query_x", "y", "x"), matrix.reshape(*grid, *grid))}
     return xr.Dataset(
-        weight
-        | {name: ("head", [value]) for name, value in by_head.items()}
-        | by_layer,
+        weight | {name: ("head", [value]) for name, value in by_head.items()} | by_layer,
         {"head": [0]},
     )

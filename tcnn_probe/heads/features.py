@@ -1,4 +1,6 @@
-"""Numbers of a recording on which types of heads depend, on common axes, and the reasons why some are missing."""
+"""Numbers of a recording on which types of heads depend, on common axes, and the reasons why some
+are missing.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,8 @@ _FEATURES: Mapping[Rule, Sequence[str]] = {
 LEAST_IMAGES = 8
 """Number of images from which on types are given.
 
-In a DINOv2 ViT-S/14, 81 to 89 % of heads have the type from 8 photographs that they have from 160, and 99 % from 64.
+In a DINOv2 ViT-S/14, 81 to 89 % of heads have the type from 8 photographs that they have from 160,
+and 99 % from 64.
 """
 _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax attention"
 
@@ -63,9 +66,7 @@ class Features:
             for feature, name in enumerate(self.names):
                 if undefined[..., feature].any():
                     cause = self.missing.get(name.split(" ")[0], {}).get(layer)
-                    reasons.append(
-                        f"{name} is not finite" + (f" ({cause})" if cause else "")
-                    )
+                    reasons.append(f"{name} is not finite" + (f" ({cause})" if cause else ""))
             if reasons:
                 by_layer[layer] = "; ".join(reasons)
         return by_layer
@@ -81,7 +82,8 @@ def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
     enough = xr.ones_like(ds.uniform_entropy, bool)
     if rule != "gate":  # the gate is a parameter, which is known without images
         enough = ds.images >= least_images
-    # For GPSA this is the log of the number of real pixels, because its content part does not reach the padding.
+    # For GPSA this is the log of the number of real pixels, because its content part does not reach
+    # the padding.
     keys = ds.get("uniform_content_entropy", ds.uniform_entropy)
     keys = keys.fillna(ds.uniform_entropy)
     scales = {
@@ -102,8 +104,7 @@ def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
     exists: xr.DataArray = reduce(or_, finite)
     exists = exists.any(exists.dims[:-2])
     *features, exists = (
-        array.broadcast_like(like).transpose(*like.dims)
-        for array in (*features, exists)
+        array.broadcast_like(like).transpose(*like.dims) for array in (*features, exists)
     )
     missing = json.loads(ds.attrs.get("missing", "{}"))
     few = (~enough).any([dim for dim in enough.dims if dim != "layer"])
@@ -119,7 +120,9 @@ def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
 
 
 def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
-    """Load the variables that a rule requires, with the dims (marks, "layer", "head"); raise if one is missing."""
+    """Load the variables that a rule requires, with the dims (marks, "layer", "head"); raise if one
+    is missing.
+    """
     names = [name.split(" ")[0] for name in _FEATURES[rule]]
     required = [*names, "uniform_entropy", *(["images"] if rule != "gate" else [])]
     required += ["uniform_distance"] if rule != "parts" else []
@@ -132,9 +135,7 @@ def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
             )
     for dim in ("layer", "head"):
         if dim not in ds.coords:
-            raise ValueError(
-                f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}"
-            )
+            raise ValueError(f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}")
     optional = {
         "images", "uniform_content_entropy", "class_selectivity", "class_content_information",
         PREFIX, *(f"{part}_halves" for part in (*PARTS, PREFIX)),

@@ -1,4 +1,6 @@
-"""The rule of types before attention was recorded in parts: thresholds, or a mixture of Gaussians. Deprecated."""
+"""The rule of types before attention was recorded in parts: thresholds, or a mixture of Gaussians.
+Deprecated.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -23,10 +25,11 @@ __all__ = [
 
 FORMER_TYPES = ("convolutional", "averaging", "content", "mixed")
 FORMER_DEFINITIONS = {
-    "convolutional": "content_information <= {information[0]:.4g} log keys, entropy <= {entropy[0]:.4g} "
-    "uniform_entropy, attention_distance <= {distance:.4g} uniform_distance, translation_equivariance >= "
-    "{equivariance:.4g}",
-    "averaging": "content_information <= {information[0]:.4g} log keys, entropy >= {entropy[1]:.4g} uniform_entropy",
+    "convolutional": "content_information <= {information[0]:.4g} log keys, entropy <= "
+    "{entropy[0]:.4g} uniform_entropy, attention_distance <= {distance:.4g} "
+    "uniform_distance, translation_equivariance >= {equivariance:.4g}",
+    "averaging": "content_information <= {information[0]:.4g} log keys, entropy >= "
+    "{entropy[1]:.4g} uniform_entropy",
     "content": "content_information >= {information[1]:.4g} log keys",
 }
 
@@ -36,9 +39,10 @@ class Thresholds:
     """Limits between types of heads. Deprecated: types follow from the parts of their attention.
 
     Args:
-        information: Shares of log keys up to which a head is static, and from which on it is "content".
-        entropy: Shares of the entropy of uniform attention up to which a static head can be "convolutional", and from
-            which on it is "averaging".
+        information: Shares of log keys up to which a head is static, and from which on it is
+            "content".
+        entropy: Shares of the entropy of uniform attention up to which a static head can be
+            "convolutional", and from which on it is "averaging".
         distance: Largest distance of a convolutional head, as a share of that of uniform attention.
         equivariance: Smallest equivariance of a convolutional head.
         gate: Shares of positional attention, as in :func:`tcnn_probe.head_types`.
@@ -65,35 +69,36 @@ def former_types(
     equivariance: np.ndarray,
     thresholds: Thresholds,
 ) -> np.ndarray:
-    """Classify heads by shares of log keys, of the entropy and distance of uniform attention, and equivariance."""
+    """Classify heads by shares of log keys, of the entropy and distance of uniform attention, and
+    equivariance.
+    """
     static = information <= thresholds.information[0]
     dynamic = information >= thresholds.information[1]
     uneven = static & (evenness <= thresholds.entropy[0])
     types = np.full(np.shape(information), "mixed", dtype=object)
     types[dynamic] = "content"
     types[static & (evenness >= thresholds.entropy[1])] = "averaging"
-    is_local = (reach <= thresholds.distance) & (
-        equivariance >= thresholds.equivariance
-    )
+    is_local = (reach <= thresholds.distance) & (equivariance >= thresholds.equivariance)
     types[uneven & is_local] = "convolutional"
-    # Evenness matters for static heads only, and reach and equivariance for uneven static heads only.
+    # Evenness matters for static heads only, and reach and equivariance for uneven static heads
+    # only.
     defined = np.isfinite(information) & (dynamic | ~static | np.isfinite(evenness))
     defined &= ~uneven | (np.isfinite(reach) & np.isfinite(equivariance))
     types[~defined] = ""
     return types
 
 
-def fit_mixture(
-    points: np.ndarray, *, seed: int = 0
-) -> "tuple[GaussianMixture, list[float]]":
-    """Fit one to three Gaussians, as many as BIC selects. Deprecated: use scikit-learn's GaussianMixture.
+def fit_mixture(points: np.ndarray, *, seed: int = 0) -> "tuple[GaussianMixture, list[float]]":
+    """Fit one to three Gaussians, as many as BIC selects. Deprecated: use scikit-learn's
+    GaussianMixture.
 
     Args:
         points: Finite points, shape (n, F), n >= 1.
         seed: Seed of the three initialisations, of which the best is used.
 
     Returns:
-        The :class:`sklearn.mixture.GaussianMixture`, and the criteria of mixtures of 1, 2, ... components.
+        The :class:`sklearn.mixture.GaussianMixture`, and the criteria of mixtures of 1, 2, ...
+        components.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -114,7 +119,8 @@ def _fit(points: np.ndarray, seed: int) -> "tuple[GaussianMixture, list[float]]"
         raise ValueError(
             f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}"
         )
-    # The initialisation draws points by index. Sorting makes it independent of the order of the heads.
+    # The initialisation draws points by index. Sorting makes it independent of the order of the
+    # heads.
     ordered = points[np.lexsort(points.T)].astype(np.float64)
     distinct = len(np.unique(ordered.round(6), axis=0))
     if len(ordered) == 1:
@@ -129,10 +135,10 @@ def _fit(points: np.ndarray, seed: int) -> "tuple[GaussianMixture, list[float]]"
     return mixtures[int(np.argmin(criteria))], criteria
 
 
-def types_by_mixture(
-    points: np.ndarray, thresholds: Thresholds, seed: int
-) -> np.ndarray:
-    """Return the types of the means of the most probable components; "" where a feature is not finite."""
+def types_by_mixture(points: np.ndarray, thresholds: Thresholds, seed: int) -> np.ndarray:
+    """Return the types of the means of the most probable components; "" where a feature is not
+    finite.
+    """
     finite = np.isfinite(points).all(-1)
     labels = np.full(finite.shape, "", dtype=object)
     if finite.any():

@@ -27,9 +27,9 @@ def head_table(ds: xr.Dataset, epoch: int = -1) -> "pd.DataFrame":
         epoch: Position of the mark, the last by default.
 
     Returns:
-        Rows with the index (layer, head), and a column for each variable over layer and head; for a recording with the
-        parts of selectivity also ``head_type``. Heads without any number, which layers with fewer heads lack, are left
-        out.
+        Rows with the index (layer, head), and a column for each variable over layer and head; for a
+        recording with the parts of selectivity also ``head_type``. Heads without any number, which
+        layers with fewer heads lack, are left out.
 
     Raises:
         ValueError: No variable has the dimensions layer and head.
@@ -62,18 +62,19 @@ def random_heads(
         control = tcnn_probe.random_heads(selected, seed=0)
 
     Args:
-        like: Selected heads, a boolean array over layer and head, of whose other dimension, if there is one, the last
-            entry counts.
+        like: Selected heads, a boolean array over layer and head, of whose other dimension, if
+            there is one, the last entry counts.
         seed: Seed; another one draws other heads. Selected heads can be drawn, too.
-        among: Heads to draw from, a boolean array over layer and head, such as ``ds.selectivity.notnull()`` where
-            layers have different numbers of heads; None for all.
+        among: Heads to draw from, a boolean array over layer and head, such as
+            ``ds.selectivity.notnull()`` where layers have different numbers of heads; None for all.
 
     Returns:
         Boolean array over layer and head.
 
     Raises:
         TypeError: An array is not boolean.
-        ValueError: An array has other dimensions, or a layer has more selected heads than there are to draw from.
+        ValueError: An array has other dimensions, or a layer has more selected heads than there are
+            to draw from.
     """
     selected = _over_heads(like, "like")
     pool = xr.ones_like(selected) if among is None else _over_heads(among, "among")
@@ -95,12 +96,11 @@ def _over_heads(array: xr.DataArray, name: str) -> xr.DataArray:
     """Return a boolean array over layer and head, the last entry of any other dimension."""
     if not isinstance(array, xr.DataArray) or array.dtype != bool:
         raise TypeError(
-            f"expected a boolean DataArray for {name}, such as head_types(ds) == 'content'; got {type(array).__name__}"
+            f"expected a boolean DataArray for {name}, such as head_types(ds) == 'content'; got "
+            f"{type(array).__name__}"
         )
     others = [dim for dim in array.dims if dim not in ("layer", "head")]
     if len(others) > 1 or not {"layer", "head"} <= {*array.dims}:
         raise ValueError(f"expected {name} over layer and head, got dims {array.dims}")
     last = array.isel(dict.fromkeys(others, -1))
-    return last.drop_vars(set(last.coords) - {"layer", "head"}).transpose(
-        "layer", "head"
-    )
+    return last.drop_vars(set(last.coords) - {"layer", "head"}).transpose("layer", "head")

@@ -1,4 +1,6 @@
-"""Following the calls of a module, separately in each thread, with hooks that have no effect in copies of it."""
+"""Following the calls of a module, separately in each thread, with hooks that have no effect in
+copies of it.
+"""
 
 import sys
 import threading
@@ -58,17 +60,20 @@ class Call:
         self.scope.close()
 
     def goes_on(self) -> bool:
-        """Return whether the call is neither over nor interrupted, or still has modes to leave at its end."""
+        """Return whether the call is neither over nor interrupted, or still has modes to leave at
+        its end.
+        """
         return (not self.over or self.scope.has_modes) and is_running(self.frame)
 
 
 def without_nested(*values: Any) -> list[Any]:
-    """Return inputs or outputs of a module, None in place of nested tensors, whose shapes cannot be read."""
+    """Return inputs or outputs of a module, None in place of nested tensors, whose shapes cannot be
+    read.
+    """
     # One guard for all values, because hooks of all modules call this.
     with DisableTorchFunction():
         return [
-            None if isinstance(value, Tensor) and value.is_nested else value
-            for value in values
+            None if isinstance(value, Tensor) and value.is_nested else value for value in values
         ]
 
 
@@ -76,10 +81,11 @@ C = TypeVar("C", bound=Call)
 
 
 class Calls(Generic[C]):
-    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; a nested call belongs to the outer one.
+    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; a nested call
+    belongs to the outer one.
 
-    Torch runs no hooks after a ``KeyboardInterrupt`` or ``SystemExit``. A call that ends in this way is cleaned up by
-    the module's next call in the same thread, or by :meth:`detach`.
+    Torch runs no hooks after a ``KeyboardInterrupt`` or ``SystemExit``. A call that ends in this
+    way is cleaned up by the module's next call in the same thread, or by :meth:`detach`.
     """
 
     def __init__(self, module: nn.Module, kind: type[C]) -> None:
@@ -114,28 +120,28 @@ class Calls(Generic[C]):
         self._attached = True
         self._handles.append(add_hook(self.module, self._begin))
         self._handles.append(
-            # This hook runs before all others, which then run without our modes and see the edited output. The hook
-            # that cleans up runs last.
+            # This hook runs before all others, which then run without our modes and see the edited
+            # output. The hook that cleans up runs last.
             add_hook(self.module, self._return, after=True, first=True)
         )
         self._handles.append(add_hook(self.module, self._end, after=True, always=True))
 
     def detach(self) -> None:
-        """Remove the hooks, as soon as calls that still run in other threads have ended. This may be repeated.
+        """Remove the hooks, as soon as calls that still run in other threads have ended. This may
+        be repeated.
 
-        If such a call ends by an exception after which torch runs no hooks (SystemExit), the module's next call removes
-        them.
+        If such a call ends by an exception after which torch runs no hooks (SystemExit), the
+        module's next call removes them.
         """
         with self._lock:
             self._attached = False
             self._leave()
             for call in list(self._running.values()):
-                # If a thread has left a call without running a hook, the hooks would otherwise never be removed.
+                # If a thread has left a call without running a hook, the hooks would otherwise
+                # never be removed.
                 call.over = not call.goes_on()
             # While a call runs in another thread, the hook that ends it is still needed.
-            while self._handles and all(
-                call.over for call in list(self._running.values())
-            ):
+            while self._handles and all(call.over for call in list(self._running.values())):
                 self._handles[-1].remove()
                 del self._handles[-1:]
 
@@ -144,9 +150,7 @@ class Calls(Generic[C]):
         call = self._running.get(threading.get_ident())
         return call if call is not None and is_running(call.frame) else None
 
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if (call := self.current()) is not None:
             call.depth += call.module is module
             return
@@ -156,9 +160,7 @@ class Calls(Generic[C]):
         if not self._attached:
             self.detach()
         elif (frame := innermost_call(sys._getframe())) is not None:
-            self._running[threading.get_ident()] = call = self._kind(
-                module, args, kwargs, frame
-            )
+            self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
             try:
                 self.begins(call)
             # torch runs no hooks after a KeyboardInterrupt, so the call is ended here.
@@ -201,7 +203,8 @@ class Calls(Generic[C]):
 
     def _is_of(self, call: C, module: nn.Module) -> bool:
         """Return whether a hook runs for this call, not for a nested one."""
-        # Frames are compared only for nested calls, because torch.compile may end a call in another frame.
+        # Frames are compared only for nested calls, because torch.compile may end a call in another
+        # frame.
         return call.module is module and (
             not call.depth or innermost_call(sys._getframe()) is call.frame
         )
@@ -211,14 +214,17 @@ class Calls(Generic[C]):
         call = self._running.get(thread)
         if call is not None:
             call.close()
-            # It is forgotten last, so that this is repeated if Ctrl-C interrupts it. While a mode handles a call of
-            # torch, the call of the module goes on, and the hook at its end repeats this.
+            # It is forgotten last, so that this is repeated if Ctrl-C interrupts it. While a mode
+            # handles a call of torch, the call of the module goes on, and the hook at its end
+            # repeats this.
             if not call.goes_on():
                 self._running.pop(thread, None)
 
 
 class CopySafeHook:
-    """Hook that has no effect in a copy or pickle of its module, and removes itself when it is called there."""
+    """Hook that has no effect in a copy or pickle of its module, and removes itself when it is
+    called there.
+    """
 
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
         self._act = act
@@ -228,10 +234,13 @@ class CopySafeHook:
 
     @property
     def __name__(self) -> str:
-        """No name: torch.jit.script asks for it before it compiles the hooks of a module, which these cannot be."""
+        """No name: torch.jit.script asks for it before it compiles the hooks of a module, which
+        these cannot be.
+        """
         raise AttributeError(
-            "torch.jit.script compiles the hooks of a model, and tcnn_probe's cannot be compiled: script the model "
-            "while no recorder is attached; a copy of a recorded model drops its hooks in its first forward"
+            "torch.jit.script compiles the hooks of a model, and tcnn_probe's cannot be compiled: "
+            "script the model while no recorder is attached; a copy of a recorded model drops its "
+            "hooks in its first forward"
         )
 
     @never_compiled_alone
@@ -270,7 +279,9 @@ class _CompiledAway(CopySafeHook):
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
-    """Return a hook without effect for a copy, and reserve its number, so that no new hook of this process gets it."""
+    """Return a hook without effect for a copy, and reserve its number, so that no new hook of this
+    process gets it.
+    """
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
     hook = kind(None)
     hook.number = number
@@ -286,14 +297,16 @@ def add_hook(
     always: bool = False,
     compiled: bool = False,
 ) -> RemovableHandle:
-    """Call ``act(module, args, kwargs)`` before a module is called, or ``act(module, args, kwargs, output)`` after it.
+    """Call ``act(module, args, kwargs)`` before a module is called, or ``act(module, args, kwargs,
+    output)`` after it.
 
     Args:
         module: Module to hook.
         act: Function to call; after the module, a result other than None replaces the output.
         after: Whether the function is called after the module, not before it.
         first: Whether the function is called before the existing hooks.
-        always: Whether a function after the module is also called if the module raised an exception.
+        always: Whether a function after the module is also called if the module raised an
+            exception.
         compiled: Whether torch.compile may leave out the hook.
     """
     hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
@@ -309,12 +322,10 @@ def add_hook(
 
 @contextmanager
 def balanced_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove hooks that the code inside leaves on a model when Ctrl-C interrupts it, even while it removes hooks."""
-    before = [
-        (hooks, set(hooks))
-        for module in model.modules()
-        for hooks in hook_tables(module)
-    ]
+    """Remove hooks that the code inside leaves on a model when Ctrl-C interrupts it, even while it
+    removes hooks.
+    """
+    before = [(hooks, set(hooks)) for module in model.modules() for hooks in hook_tables(module)]
     try:
         yield
     except KeyboardInterrupt:
@@ -327,18 +338,19 @@ def balanced_hooks(model: nn.Module) -> Iterator[None]:
 def is_running(frame: FrameType) -> bool:
     """Return whether a frame is still executed, in any thread."""
     try:
-        # Only a frame that has ended can be cleared. This is faster than a search for the frame in the thread's stack,
-        # and hooks of all parts ask it. Torch's frame of a call is of no use to a debugger once the call has ended.
+        # Only a frame that has ended can be cleared. This is faster than a search for the frame in
+        # the thread's stack, and hooks of all parts ask it. Torch's frame of a call is of no use to
+        # a debugger once the call has ended.
         frame.clear()
     except RuntimeError:
         return True
     return False
 
 
-def outermost_call(
-    modules: Container[nn.Module], frame: FrameType | None
-) -> FrameType | None:
-    """Return the outermost frame, from ``frame`` outwards, in which torch calls one of the modules."""
+def outermost_call(modules: Container[nn.Module], frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame, from ``frame`` outwards, in which torch calls one of the
+    modules.
+    """
     outermost = None
     while (frame := innermost_call(frame)) is not None:
         if frame.f_locals.get("self") in modules:
@@ -348,16 +360,15 @@ def outermost_call(
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module (the frame's ``self``)."""
+    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module (the
+    frame's ``self``).
+    """
     while frame is not None and not _calls_a_module(frame):
         frame = frame.f_back
     return frame
 
 
 def _calls_a_module(frame: FrameType) -> bool:
-    # Frames are recognised by their file, because torch.compile resumes _call_impl under other names. "inner" is
-    # excluded, because it ends before the last hooks run.
-    return (
-        frame.f_code.co_filename == torch_module.__file__
-        and frame.f_code.co_name != "inner"
-    )
+    # Frames are recognised by their file, because torch.compile resumes _call_impl under other
+    # names. "inner" is excluded, because it ends before the last hooks run.
+    return frame.f_code.co_filename == torch_module.__file__ and frame.f_code.co_name != "inner"

@@ -1,4 +1,6 @@
-"""Running compiled code eagerly while a forward is followed, because hooks and function modes see nothing in graphs."""
+"""Running compiled code eagerly while a forward is followed, because hooks and function modes see
+nothing in graphs.
+"""
 
 import sys
 import threading
@@ -32,8 +34,9 @@ __all__ = [
 ]
 
 ADVICE_FOR_WHOLE_GRAPHS = (
-    "with fullgraph=True hooks inside the compiled call cannot let the model run eagerly, where they would see it: "
-    "write compiled = torch.compile(model, fullgraph=True), give `compiled` to tcnn_probe, and call it"
+    "with fullgraph=True hooks inside the compiled call cannot let the model run eagerly, where "
+    "they would see it: write compiled = torch.compile(model, fullgraph=True), give `compiled` to "
+    "tcnn_probe, and call it"
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,7 +51,8 @@ _STANCES: list[Any] = []
 
 
 class Eagerness:
-    """Runs functions and modules that torch.compile has compiled eagerly in this thread, until :meth:`close`.
+    """Runs functions and modules that torch.compile has compiled eagerly in this thread, until
+    :meth:`close`.
 
     If Ctrl-C interrupts this, compiled code may run eagerly until the next followed forward ends.
     """
@@ -80,7 +84,9 @@ class Eagerness:
 
 
 def _apply() -> None:
-    """Tell torch whether compiled functions run eagerly. Repeated calls repair what an interrupted one has left."""
+    """Tell torch whether compiled functions run eagerly. Repeated calls repair what an interrupted
+    one has left.
+    """
     _THREAD.depth = sum(eagerness.is_of_this_thread for eagerness in _OPEN)
     switch = eager_switch()
     if switch is not None:
@@ -96,7 +102,9 @@ def _apply() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper of torch.compile, or was compiled in place, or by its forward."""
+    """Return whether a module is a wrapper of torch.compile, or was compiled in place, or by its
+    forward.
+    """
     return (
         COMPILED_MODULE in module._modules
         or getattr(module, COMPILED_CALL, None) is not None
@@ -105,15 +113,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def never_compiled_alone(function: Function) -> Function:
-    """Mark a function that torch.compile does not compile by itself, but traces as a part of its caller."""
-    # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256 times. With
-    # torch.compiler.disable it would break graphs that flex_attention requires to be unbroken.
+    """Mark a function that torch.compile does not compile by itself, but traces as a part of its
+    caller.
+    """
+    # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256
+    # times. With torch.compiler.disable it would break graphs that flex_attention requires to be
+    # unbroken.
     set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def never_compiled(function: Function) -> Function:
-    """Mark a function that torch.compile compiles neither by itself nor what it calls, and that it never traces."""
+    """Mark a function that torch.compile compiles neither by itself nor what it calls, and that it
+    never traces.
+    """
     # torch.compiler.disable takes 5 us for each call, and hooks of all modules call such functions.
     set_code_exec_strategy(function.__code__, _SKIP_WITH_CALLEES)
     return function
@@ -121,9 +134,12 @@ def never_compiled(function: Function) -> Function:
 
 @never_compiled_alone
 def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function that compiled code has called; if it opens an :class:`Eagerness`, its caller goes on eagerly."""
-    # torch.compile runs hooks of whole models outside of its graphs, with this callback on, by which it would compile
-    # the model's forward next. The function that torch.compile returns resets the callback, whatever happens.
+    """Run a function that compiled code has called; if it opens an :class:`Eagerness`, its caller
+    goes on eagerly.
+    """
+    # torch.compile runs hooks of whole models outside of its graphs, with this callback on, by
+    # which it would compile the model's forward next. The function that torch.compile returns
+    # resets the callback, whatever happens.
     callback = set_eval_frame(None)
     try:
         result = function(*args)

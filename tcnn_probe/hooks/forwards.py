@@ -1,9 +1,11 @@
-"""Following the forwards of a model: their beginning and end, the modules that run, and the calls of torch in them.
+"""Following the forwards of a model: their beginning and end, the modules that run, and the calls
+of torch in them.
 
-A forward is a call of the model, or successive calls of its parts from outside, as in ``model.forward_features(x)``,
-until a part that has run is called again. Permanent hooks are on the model and on all parts that have parts of their
-own. While a call is followed, torch's global module hooks tell which module runs, and a function mode sees its calls of
-torch. Both are removed when the call ends, also after an exception.
+A forward is a call of the model, or successive calls of its parts from outside, as in
+``model.forward_features(x)``, until a part that has run is called again. Permanent hooks are on the
+model and on all parts that have parts of their own. While a call is followed, torch's global module
+hooks tell which module runs, and a function mode sees its calls of torch. Both are removed when the
+call ends, also after an exception.
 """
 
 import sys
@@ -67,9 +69,7 @@ class Listener(Protocol):
     may_edit: bool
     """Whether :meth:`asked` may return answers."""
 
-    def begins(
-        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
-    ) -> bool:
+    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Return whether to follow a call of ``entry``, the model or a part of it.
 
         Args:
@@ -85,10 +85,14 @@ class Listener(Protocol):
         """Handle the call of a module, before it runs, with its positional inputs."""
 
     def asked(self, forward: "Forward", request: Seen) -> Sequence[Answer]:
-        """Handle a call of torch in the innermost running module, and return edits of its output."""
+        """Handle a call of torch in the innermost running module, and return edits of its
+        output.
+        """
 
     def ran(self, call: TorchCall, output: Any) -> None:
-        """Handle the output of the call of torch about which :meth:`asked` was called last, and its edited output."""
+        """Handle the output of the call of torch about which :meth:`asked` was called last, and its
+        edited output.
+        """
 
     def returned(self, forward: "Forward", call: ModuleCall, output: Any) -> None:
         """Handle the return of a module."""
@@ -139,11 +143,10 @@ class Forwards(Calls["Forward"]):
         """Add hooks to the model and its parts."""
         self._attached = True
         for entry in _entries(self.module):
-            # torch.compile leaves out hooks of parts, which would break graphs; only the outermost one keeps its hook.
+            # torch.compile leaves out hooks of parts, which would break graphs; only the outermost
+            # one keeps its hook.
             is_part = entry is not self.module
-            self._handles.append(
-                add_hook(entry, self._begin, first=True, compiled=is_part)
-            )
+            self._handles.append(add_hook(entry, self._begin, first=True, compiled=is_part))
             self._handles.append(
                 add_hook(entry, self._end, after=True, always=True, compiled=is_part)
             )
@@ -154,21 +157,22 @@ class Forwards(Calls["Forward"]):
         return self._followed
 
     def follows(self, module: nn.Module) -> bool:
-        """Return False in hidden code, and for a shallow copy, which has the hooks but does not belong to the model."""
+        """Return False in hidden code, and for a shallow copy, which has the hooks but does not
+        belong to the model.
+        """
         return module in self._names and hidden_depth() == self._depth
 
     def begins(self, call: "Forward") -> None:
         """Follow the call if no other one is followed and the listener wants it."""
-        # Reading properties of tensors is a call of a torch function, which the user's modes must not see.
+        # Reading properties of tensors is a call of a torch function, which the user's modes must
+        # not see.
         with self._lock, DisableTorchFunction():
             begun = self._begun.get(call.thread)
             if begun is not None and not is_running(begun):
                 begun = None
                 del self._begun[call.thread]
             call.over = (
-                begun is not None
-                or self._followed is not None
-                or is_transformed(call.inputs)
+                begun is not None or self._followed is not None or is_transformed(call.inputs)
             )
             if call.over:
                 return
@@ -181,7 +185,9 @@ class Forwards(Calls["Forward"]):
         call.follow(self._names, self._listener)
 
     def _continues(self, call: "Forward") -> bool:
-        """Return whether a call belongs to the forward of the previous call, and note it as a part of its forward."""
+        """Return whether a call belongs to the forward of the previous call, and note it as a part
+        of its forward.
+        """
         entry, sequence = call.module, self._sequence
         is_whole = self._names[entry] == ""
         modules = set() if is_whole else set(entry.modules())
@@ -191,11 +197,13 @@ class Forwards(Calls["Forward"]):
             and sequence.thread == call.thread
             and sequence.training == self.module.training
             and (entry not in sequence.ran or entry in sequence.called)
-            # Norms and activations may be called several times in a forward, as on several intermediate outputs.
+            # Norms and activations may be called several times in a forward, as on several
+            # intermediate outputs.
             and not sequence.ran & self._attending & modules
         )
         if not continues:
-            # Calls after that of the whole model, in which all parts may have run, belong to the next forward.
+            # Calls after that of the whole model, in which all parts may have run, belong to the
+            # next forward.
             first = None if is_whole else entry
             sequence = _Sequence(first, call.thread, self.module.training)
             self._sequence = sequence
@@ -207,15 +215,16 @@ class Forwards(Calls["Forward"]):
         """Notify the listener of the end of a followed call."""
         if call is not self._followed or not self._attached:
             return
-        # An exception that was already being handled when the model was called is not a failure of the forward.
+        # An exception that was already being handled when the model was called is not a failure of
+        # the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
         [output] = without_nested(output)
         # It is not over yet, lest another thread takes it for an abandoned forward.
         call.leave()
         try:
             if not has_failed:
-                # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
-                # which may change the output.
+                # The entry is reported here, not by torch's global hook, which runs before the
+                # entry's own hooks, which may change the output.
                 entry = ModuleCall(call.module, call.inputs)
                 call.run_unseen(self._listener.returned, call, entry, output)
                 is_told = True
@@ -230,7 +239,8 @@ class Forwards(Calls["Forward"]):
         with self._lock:
             super()._leave()
             followed = self._followed
-            # This includes a forward that was interrupted without running hooks: by Ctrl-C, or SystemExit in a thread.
+            # This includes a forward that was interrupted without running hooks: by Ctrl-C, or
+            # SystemExit in a thread.
             if followed is not None and (
                 followed.thread == threading.get_ident() or not followed.goes_on()
             ):
@@ -260,7 +270,9 @@ class _Sequence:
 
 @dataclass(eq=False)
 class Forward(Call):
-    """A call of the model or of a part of it; if it is followed, it has the stack of running modules."""
+    """A call of the model or of a part of it; if it is followed, it has the stack of running
+    modules.
+    """
 
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     """The exception in whose handler the model was called, if any."""
@@ -273,11 +285,11 @@ class Forward(Call):
 
     @property
     def running(self) -> Running:
-        """The running modules, without an innermost nn.Softmax or nn.Dropout, which belongs to the module around it."""
+        """The running modules, without an innermost nn.Softmax or nn.Dropout, which belongs to the
+        module around it.
+        """
         end = len(self._stack)
-        while end > 1 and isinstance(
-            self._stack[end - 1].module, (nn.Softmax, nn.Dropout)
-        ):
+        while end > 1 and isinstance(self._stack[end - 1].module, (nn.Softmax, nn.Dropout)):
             end -= 1
         return self._stack[:end]
 
@@ -286,8 +298,8 @@ class Forward(Call):
         self._names = names
         self._listener = listener
         self._handles.append(
-            # Global hooks are added for this forward only. Hooks on each module would slow down all forwards and break
-            # compiled graphs.
+            # Global hooks are added for this forward only. Hooks on each module would slow down all
+            # forwards and break compiled graphs.
             global_hooks.register_module_forward_pre_hook(self._called)
         )
         self._handles.append(
@@ -304,7 +316,9 @@ class Forward(Call):
         self.leave()
 
     def leave(self) -> None:
-        """Stop notifying the listener of modules and calls of torch; the call goes on until its end is handled."""
+        """Stop notifying the listener of modules and calls of torch; the call goes on until its end
+        is handled.
+        """
         self._is_closed = True
         while self._handles:
             self._handles[-1].remove()
@@ -320,8 +334,8 @@ class Forward(Call):
         finally:
             self._is_quiet = False
 
-    # Higher-order operators compile their arguments, including these hooks, to an unbroken graph, so hooks do nothing
-    # while compiling.
+    # Higher-order operators compile their arguments, including these hooks, to an unbroken graph,
+    # so hooks do nothing while compiling.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
             inputs = without_nested(*args)
@@ -343,7 +357,8 @@ class Forward(Call):
         # After an exception torch passes no keyword arguments, and the output may be None.
         if not self._is_followed(module):
             return
-        # Modules above this one in the stack have ended by an exception after which torch ran no hooks.
+        # Modules above this one in the stack have ended by an exception after which torch ran no
+        # hooks.
         place = len(self._stack) - 1
         while place and self._stack[place].module is not module:
             place -= 1
@@ -395,10 +410,13 @@ class Forward(Call):
         )
 
     def _is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to the model, or has weights and runs inside the model's forward."""
+        """Return whether a module belongs to the model, or has weights and runs inside the model's
+        forward.
+        """
         if not self.is_listening():
             return False
-        # A module without weights that was created in the forward, such as nn.Softmax(-1)(x), belongs to its layer.
+        # A module without weights that was created in the forward, such as nn.Softmax(-1)(x),
+        # belongs to its layer.
         return module in self._names or next(module.parameters(), None) is not None
 
 
@@ -406,11 +424,12 @@ def _entries(model: nn.Module) -> list[nn.Module]:
     """Return the model and its parts that may be called by themselves."""
     entries = []
     for name, module in model.named_modules():
-        # Deeper modules without parts of their own, such as projections, contain no attention. Hooks on them would slow
-        # down forwards that are not followed, by a twentieth in a small vision transformer. A patch embedding can be a
-        # single convolution, but lies at the top.
+        # Deeper modules without parts of their own, such as projections, contain no attention.
+        # Hooks on them would slow down forwards that are not followed, by a twentieth in a small
+        # vision transformer. A patch embedding can be a single convolution, but lies at the top.
         is_deep = name.count(".") > 1 and not module._modules
-        # A GPSA layer computes in another order, with other rounding, if there are hooks on the place of its heads.
+        # A GPSA layer computes in another order, with other rounding, if there are hooks on the
+        # place of its heads.
         is_no_part = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Identity))
         if not is_deep and not is_no_part:
             entries.append(module)

@@ -1,4 +1,6 @@
-"""Attention that cannot be measured where it runs: in graphs, which have no layers, and under function transforms."""
+"""Attention that cannot be measured where it runs: in graphs, which have no layers, and under
+function transforms.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,7 +13,8 @@ from tcnn_probe.hooks.private_torch import HigherOrderOperator, OpOverload, tree
 
 __all__ = ["hidden_attention", "is_graph_operator"]
 
-# Functions of a graph: "<function softmax at 0x...>", "softmax", "aten.softmax.int", but not log_softmax.
+# Functions of a graph: "<function softmax at 0x...>", "softmax", "aten.softmax.int", but not
+# log_softmax.
 _ATTENTION = re.compile(r"\b_?softmax\b|attention")
 _EXPORTED = re.compile(r"aten\._?(softmax|scaled_dot_product_attention)\.")
 
@@ -24,7 +27,9 @@ def is_graph_operator(func: Callable[..., Any]) -> bool:
 
 
 def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return why attention inside a call of a graph operator cannot be measured; "" if there is none."""
+    """Return why attention inside a call of a graph operator cannot be measured; "" if there is
+    none.
+    """
     if isinstance(func, OpOverload):
         # Attention has an axis of heads or images beside its matrix; class scores do not.
         is_attention = any(isinstance(x, Tensor) and x.ndim > 2 for x in args)

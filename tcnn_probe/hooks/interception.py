@@ -1,8 +1,9 @@
 """Interception of every attention that a layer computes with torch, fused or not.
 
-A :class:`torch.overrides.TorchFunctionMode` sees each call of a torch function with its actual arguments: scale, mask
-and bias, and queries and keys after rotary embedding and normalisation. There is one such mode in a thread, which tells
-all calls of modules that are followed there. The model gets torch's own result, unless one of them answers.
+A :class:`torch.overrides.TorchFunctionMode` sees each call of a torch function with its actual
+arguments: scale, mask and bias, and queries and keys after rotary embedding and normalisation.
+There is one such mode in a thread, which tells all calls of modules that are followed there. The
+model gets torch's own result, unless one of them answers.
 """
 
 import inspect
@@ -71,10 +72,11 @@ class SeenAttention:
         query, key, value: Tensors of fused attention, shapes (..., N_query, d), (..., N_key, d) and
             (..., N_key, d_value); None for a softmax.
         scale: Factor of the products of fused attention.
-        mask: Mask of fused attention: numbers to add to the logits, or True where a query may attend to a key.
+        mask: Mask of fused attention: numbers to add to the logits, or True where a query may
+            attend to a key.
         modification: Function of flex_attention that changes the products, if there is one.
-        output: Output of torch: the attention itself if ``logits`` is given, else the result of ``finish`` for
-            attention times values; None if dropout was applied.
+        output: Output of torch: the attention itself if ``logits`` is given, else the result of
+            ``finish`` for attention times values; None if dropout was applied.
         finish: Function from attention times values, shape (..., N_query, d_value), to the output.
         heads: Axis of the heads in (..., N_query, N_key), if the call shows it.
         not_on_grid: Reason why queries or keys cannot lie on an image's grid, if the call shows it.
@@ -129,15 +131,15 @@ class SeenOperand:
         return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
-        """Return whether an operand is this softmax or, with ``heads``, may be it after dropout or mixing of heads."""
-        # An attention sink is an extra logit whose column is cut off; the remaining view has the same address.
+        """Return whether an operand is this softmax or, with ``heads``, may be it after dropout or
+        mixing of heads.
+        """
+        # An attention sink is an extra logit whose column is cut off; the remaining view has the
+        # same address.
         without_sink = (*self.shape[:-1], self.shape[-1] - 1)
         if self.place == operand.place and operand.shape == without_sink:
             return True
-        same = (
-            self.shape[-2:] == operand.shape[-2:]
-            and self.shape.numel() == operand.shape.numel()
-        )
+        same = self.shape[-2:] == operand.shape[-2:] and self.shape.numel() == operand.shape.numel()
         return same and (heads or self.place == operand.place)
 
 
@@ -162,14 +164,15 @@ class SeenCopy:
     output: weakref.ref[Tensor]
 
     def scales_rows_of(self, tensor: Tensor) -> bool:
-        """Return whether the output is this tensor with each row multiplied or divided by a factor of that row."""
+        """Return whether the output is this tensor with each row multiplied or divided by a factor
+        of that row.
+        """
         rows = tensor.numel() // tensor.shape[-1]
         return any(
             source.place == tensor.data_ptr() and source.shape.numel() == tensor.numel()
             for source in self.sources
         ) and any(
-            source.shape[-1:] == (1,) and source.shape.numel() == rows
-            for source in self.sources
+            source.shape[-1:] == (1,) and source.shape.numel() == rows for source in self.sources
         )
 
 
@@ -212,8 +215,8 @@ class TorchCall:
     def heads(self) -> Tensor:
         """Outputs of the heads of an attention, (..., N_query, d).
 
-        For a softmax, this is the attention itself, (..., N_query, N_key): its edits carry over to attention times
-        values, as this is linear.
+        For a softmax, this is the attention itself, (..., N_query, N_key): its edits carry over to
+        attention times values, as this is linear.
         """
         heads = self._run_unprojected() if self.is_multihead else self._first_output
         # A single head without images, (N_query, d), gets an axis of heads.
@@ -230,7 +233,9 @@ class TorchCall:
         return _multihead_arguments(*self.args, **self.kwargs)
 
     def _run_unprojected(self) -> Tensor:
-        """Run multi-head attention without the projection of its heads, and return these, (B, heads, N_query, d)."""
+        """Run multi-head attention without the projection of its heads, and return these, (B,
+        heads, N_query, d).
+        """
         arguments = {**self._arguments}
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
         # With the identity as projection, the output is the concatenation of heads.
@@ -255,7 +260,8 @@ class TorchCall:
         output = self._first_output
         edited = edited.view(output.shape)
         if not self.is_fused and not output.requires_grad:
-            # The softmax is edited in place, because its memory address identifies it in the product with the values.
+            # The softmax is edited in place, because its memory address identifies it in the
+            # product with the values.
             return output.copy_(edited)
         return (edited, *self.output[1:]) if isinstance(self.output, tuple) else edited
 
@@ -288,12 +294,15 @@ class TorchCall:
     @cached_property
     def objection(self) -> str | None:
         """Why the arguments cannot be read: "" if the call is only traced; None if they can."""
-        # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
+        # Reading a property of a tensor is also a call of a torch function, which outer modes would
+        # see.
         with DisableTorchFunction():
             return _why_unreadable(self.args, self.kwargs)
 
     def describe(self) -> "Seen | None":
-        """Describe the call as attention, product, scaling or concatenation; None if it is none of them."""
+        """Describe the call as attention, product, scaling or concatenation; None if it is none of
+        them.
+        """
         return describe(self.func, self.output, self.args, self.kwargs)
 
     def unread(self, objection: str) -> "SeenUnmeasured | None":
@@ -310,7 +319,8 @@ class Answer(NamedTuple):
         order: Position of the listener among all, in the order in which they began.
         listener: The listener.
         edit: A ``HeadEdit``.
-        apply: Function (call, edits) -> what torch's function returns with these edits, of all listeners.
+        apply: Function (call, edits) -> what torch's function returns with these edits, of all
+            listeners.
     """
 
     order: int
@@ -339,14 +349,20 @@ class Observer(Protocol):
         """Return whether this may answer the call of torch that is about to run."""
 
     def sees(self, call: TorchCall) -> Sequence[Answer]:
-        """Handle a call of torch, and return edits of its heads. Multi-head attention may run only afterwards."""
+        """Handle a call of torch, and return edits of its heads. Multi-head attention may run only
+        afterwards.
+        """
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
-        """Handle the output, with the edits of all listeners, of a call that is edited or had not run before."""
+        """Handle the output, with the edits of all listeners, of a call that is edited or had not
+        run before.
+        """
 
 
 class Interception(TorchFunctionMode):
-    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to observers."""
+    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to
+    observers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +381,9 @@ class Interception(TorchFunctionMode):
             self.__enter__()
 
     def leave(self, observer: Observer) -> bool:
-        """Remove an observer, and leave the mode with the last one; return False if the mode stays on without any."""
+        """Remove an observer, and leave the mode with the last one; return False if the mode stays
+        on without any.
+        """
         with suppress(ValueError):
             self._observers.remove(observer)
         return bool(self._observers) or take_off(self)
@@ -379,12 +397,14 @@ class Interception(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # flex_attention compiles itself under this mode, and its compiled call passes here again when it runs. This
-        # test comes first, because guards on later values would make torch.compile recompile in each forward.
+        # flex_attention compiles itself under this mode, and its compiled call passes here again
+        # when it runs. This test comes first, because guards on later values would make
+        # torch.compile recompile in each forward.
         if torch.compiler.is_compiling() or _describer(func) is None:
             return func(*args, **kwargs)
         call = TorchCall(func, args, kwargs)
-        # Multi-head attention runs once it is known whether its heads have to be kept apart, for edits.
+        # Multi-head attention runs once it is known whether its heads have to be kept apart, for
+        # edits.
         if not call.is_multihead or not any(x.may_edit() for x in self._observers):
             call.output = func(*args, **kwargs)
         return self._hand_on(call)
@@ -407,7 +427,9 @@ class Interception(TorchFunctionMode):
 def describe(
     func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Seen | None:
-    """Describe a torch call as attention, product, scaled tensor or concatenated tokens; None if it is none of them."""
+    """Describe a torch call as attention, product, scaled tensor or concatenated tokens; None if it
+    is none of them.
+    """
     describe_call = _describer(func)
     return None if describe_call is None else describe_call(output, *args, **kwargs)
 
@@ -428,7 +450,8 @@ def _fused(
     if enable_gqa:
         key, value = (_repeat_for_groups(x, query) for x in (key, value))
     if is_causal:
-        # torch aligns a causal mask with the upper left corner, even if there are more keys than queries.
+        # torch aligns a causal mask with the upper left corner, even if there are more keys than
+        # queries.
         attn_mask = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
         ).tril()
@@ -444,7 +467,9 @@ def _fused(
 
 
 def _repeat_for_groups(x: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys or values of grouped-query attention, each of which serves several query heads, for every head."""
+    """Repeat keys or values of grouped-query attention, each of which serves several query heads,
+    for every head.
+    """
     groups = query.shape[-3] // x.shape[-3]
     return x if groups == 1 else x.repeat_interleave(groups, -3)
 
@@ -457,11 +482,9 @@ def _softmax(
     **kwargs: Any,
 ) -> SeenAttention | None:
     if (
-        # Attention has an axis of images, windows or heads in addition to its matrix, unlike a softmax over classes or
-        # channels.
-        input.ndim < 3
-        or dim not in (-1, input.ndim - 1)
-        or not input.is_floating_point()
+        # Attention has an axis of images, windows or heads in addition to its matrix, unlike a
+        # softmax over classes or channels.
+        input.ndim < 3 or dim not in (-1, input.ndim - 1) or not input.is_floating_point()
     ):
         return None
     return SeenAttention(logits=input, output=output)
@@ -477,7 +500,9 @@ def _multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
 def _multihead(
     output: tuple[Tensor, Tensor | None] | None, *args: Any, **kwargs: Any
 ) -> SeenAttention:
-    """Describe torch's multi-head attention by repeating its projections; tokens come first, (N, B, d)."""
+    """Describe torch's multi-head attention by repeating its projections; tokens come first, (N, B,
+    d).
+    """
     arguments = SimpleNamespace(**_multihead_arguments(*args, **kwargs))
     has_dropout = arguments.training and arguments.dropout_p > 0
     tokens, attn_mask = (
@@ -495,33 +520,20 @@ def _multihead(
         ]
     else:
         weights = arguments.in_proj_weight.chunk(3)
-    biases = (
-        [None] * 3
-        if arguments.in_proj_bias is None
-        else arguments.in_proj_bias.chunk(3)
-    )
-    q, k, v = (
-        F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True)
-    )
+    biases = [None] * 3 if arguments.in_proj_bias is None else arguments.in_proj_bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(tokens, weights, biases, strict=True))
     if arguments.bias_k is not None and arguments.bias_v is not None:
         biased = (k, arguments.bias_k), (v, arguments.bias_v)
-        k, v = (
-            torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased
-        )
+        k, v = (torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased)
     # (N, B, heads * d) to (B, heads, N, d).
-    q, k, v = (
-        x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3)
-        for x in (q, k, v)
-    )
+    q, k, v = (x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
     if arguments.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     # Keys that the layer adds come after those of tokens, and no mask hides them.
     extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
-        merged = (
-            attended.permute(2, 0, 1, 3).flatten(2).to(arguments.out_proj_weight.dtype)
-        )
+        merged = attended.permute(2, 0, 1, 3).flatten(2).to(arguments.out_proj_weight.dtype)
         projected = F.linear(merged, arguments.out_proj_weight, arguments.out_proj_bias)
         return projected.squeeze(1) if has_no_batch else projected
 
@@ -530,15 +542,11 @@ def _multihead(
         attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
         masks.append(
             # torch accepts masks of shape (N_query, N_key) and (B * heads, N_query, N_key).
-            attn_mask.unflatten(0, (-1, arguments.num_heads))
-            if attn_mask.ndim == 3
-            else attn_mask
+            attn_mask.unflatten(0, (-1, arguments.num_heads)) if attn_mask.ndim == 3 else attn_mask
         )
     padding = arguments.key_padding_mask
     if padding is not None:
-        padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[
-            :, None, None, :
-        ]
+        padding = F.pad(padding.reshape(-1, padding.shape[-1]), (0, extra))[:, None, None, :]
         masks.append(_additive(padding, q.dtype))
     not_on_grid = ""
     if arguments.is_causal:
@@ -562,9 +570,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a mask in which True hides a key to one that is added to the logits."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        mask, -torch.inf
-    )
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
 
 
 def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenProduct:
@@ -580,25 +586,17 @@ def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenPr
     return SeenProduct(pairs, weakref.ref(output))
 
 
-def _einsum(
-    output: Tensor, equation: Any, *operands: Any, **kwargs: Any
-) -> SeenProduct:
+def _einsum(output: Tensor, equation: Any, *operands: Any, **kwargs: Any) -> SeenProduct:
     flat = (
-        operands[0]
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
-        else operands
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     )
-    pairs = list(
-        permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2)
-    )
+    pairs = list(permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2))
     # If operands and lists of axes are given in place of an equation, any pair could be attention.
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
         # An operand can be attention if the sum runs over its last axis.
-        is_summed = [
-            left[-1:] in right and left[-1:] not in result for left, right in labels
-        ]
+        is_summed = [left[-1:] in right and left[-1:] not in result for left, right in labels]
         pairs = [pair for pair, summed in zip(pairs, is_summed, strict=True) if summed]
     return SeenProduct(pairs, weakref.ref(output))
 
@@ -634,7 +632,8 @@ def _flex(
     score_buffers: tuple[Any, ...] = (),
     mask_buffers: tuple[Any, ...] = (),
 ) -> SeenAttention:
-    # The outputs are those of the heads, (B, heads, N_query, d_value), the log-sum-exp and the largest logits.
+    # The outputs are those of the heads, (B, heads, N_query, d_value), the log-sum-exp and the
+    # largest logits.
     output = outputs[0]
     # The dtype in which it is computed under autocast depends on torch's version.
     query, key, value = (x.to(output.dtype) for x in (query, key, value))
@@ -664,15 +663,15 @@ FUSED: Mapping[Any, Callable[..., SeenAttention]] = {
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
 }
-"""Fused functions, which compute attention times values, with the functions that describe their calls."""
+"""Fused functions, which compute attention times values, with the functions that describe their
+calls.
+"""
 
-# A mode sees the function that the model calls but not the functions inside it. So each alias needs an entry, and no
-# call counts twice.
+# A mode sees the function that the model calls but not the functions inside it. So each alias needs
+# an entry, and no call counts twice.
 _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     **FUSED,
-    **dict.fromkeys(
-        (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax
-    ),
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
     **dict.fromkeys(
         (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm),
         _product,
@@ -686,7 +685,9 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
-    """Return the function that describes calls of a torch function; None if these are not needed."""
+    """Return the function that describes calls of a torch function; None if these are not
+    needed.
+    """
     if (describe_call := _DESCRIBE.get(func)) is not None:
         return describe_call
     if is_kernel(func):
@@ -724,17 +725,20 @@ def _graph_operator(
 
 
 def _why_unreadable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why the arguments of a call cannot be read: "" if it is only traced; None if they can."""
-    if (
-        is_function_transformed()
-    ):  # which hides the images, or wraps them in other tensors
+    """Return why the arguments of a call cannot be read: "" if it is only traced; None if they
+    can.
+    """
+    if is_function_transformed():  # which hides the images, or wraps them in other tensors
         return "it attends under torch.vmap or another transform of torch.func"
     arguments = leaves_of((*args, *kwargs.values()))
     if is_transformed(arguments):
         return ""
     # The type is told by its name, because its module takes long to import.
     if any(type(x).__name__ == "DTensor" for x in arguments):
-        return "it attends in distributed tensors (DTensor): record a copy of the model that is not split"
+        return (
+            "it attends in distributed tensors (DTensor): record a copy of the model that is "
+            "not split"
+        )
     if any(is_nested(x) for x in arguments):
         return NESTED
     return None

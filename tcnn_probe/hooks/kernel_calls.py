@@ -1,8 +1,8 @@
 """Direct calls of fused attention kernels of flash-attn, xformers and torch.
 
-The packages call these operators inside their autograd functions. Arguments are read by the names in the operator's
-schema, which change less from version to version than their positions do. A call with an unknown option is not
-described; the reason names the option.
+The packages call these operators inside their autograd functions. Arguments are read by the names
+in the operator's schema, which change less from version to version than their positions do. A call
+with an unknown option is not described; the reason names the option.
 """
 
 import re
@@ -17,8 +17,8 @@ from tcnn_probe.hooks.private_torch import OpOverload, OpOverloadPacket
 
 __all__ = ["KernelCall", "is_kernel", "read_kernel"]
 
-# Operators of flash-attn 2.7 and later, also under the names of the package "kernels", of xformers and of torch.
-# Earlier versions of flash-attn call an extension module that modes cannot see.
+# Operators of flash-attn 2.7 and later, also under the names of the package "kernels", of xformers
+# and of torch. Earlier versions of flash-attn call an extension module that modes cannot see.
 _KERNELS = re.compile(
     r"(\w*flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
     # Operators behind torch.nn.attention.varlen and behind scaled_dot_product_attention.
@@ -38,7 +38,8 @@ class KernelCall:
     Args:
         query, key, value, output: Tensors; key and value may have fewer heads than query.
         scale: Factor of the products.
-        mask: Numbers to add to the logits, or True where a query may attend to a key; None for no mask.
+        mask: Numbers to add to the logits, or True where a query may attend to a key; None for no
+            mask.
         dropout: Probability of dropout.
         is_causal: Whether queries attend to no later keys.
     """
@@ -66,7 +67,8 @@ class _UnknownError(Exception):
 def read_kernel(
     func: Any, output: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> KernelCall | str | None:
-    """Read a call; return a reason if the call cannot be interpreted, or None if it is not attention.
+    """Read a call; return a reason if the call cannot be interpreted, or None if it is not
+    attention.
 
     Args:
         func: Operator, see :func:`is_kernel`.
@@ -75,13 +77,13 @@ def read_kernel(
     """
     overload = func.default if isinstance(func, OpOverloadPacket) else func
     names = [argument.name for argument in overload._schema.arguments]
-    values = {
-        argument.name: argument.default_value for argument in overload._schema.arguments
-    }
+    values = {argument.name: argument.default_value for argument in overload._schema.arguments}
     values |= dict(zip(names, args, strict=False)) | kwargs
 
     def take(*spellings: str) -> Any:
-        """Return the argument that has one of these names, and count it as known; None if there is none."""
+        """Return the argument that has one of these names, and count it as known; None if there is
+        none.
+        """
         present = [values.pop(name) for name in spellings if name in values]
         return present[0] if present else None
 
@@ -114,8 +116,8 @@ def read_kernel(
             key,
             before=_reach(left),
             behind=0 if is_causal else _reach(right),
-            # In flash-attn's documentation the last query sees the last key; in others this depends on version and
-            # mask.
+            # In flash-attn's documentation the last query sees the last key; in others this depends
+            # on version and mask.
             is_aligned=re.search("flash_?attn", str(func)) is not None,
         )
         bias = take("bias", "attn_bias", "attn_mask")
@@ -129,20 +131,23 @@ def read_kernel(
                 raise _UnknownError(f"the option {name}")
     except _UnknownError as reason:
         package = str(func).split(".")[0]
-        return f"a kernel of {package} with {reason}, which is not read: use scaled_dot_product_attention"
+        return (
+            f"a kernel of {package} with {reason}, which is not read: use "
+            "scaled_dot_product_attention"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return KernelCall(
-        query, key, value, attended, scale, mask, dropout or 0.0, is_causal
-    )
+    return KernelCall(query, key, value, attended, scale, mask, dropout or 0.0, is_causal)
 
 
 def _by_head(x: Tensor, ends: Tensor | None, longest: int | None) -> Tensor:
-    """Return tokens (B, N, heads, d), or B packed sequences of equal length, as (B, heads, N, d)."""
+    """Return tokens (B, N, heads, d), or B packed sequences of equal length, as (B, heads, N,
+    d).
+    """
     if ends is not None:
         sequences = ends.numel() - 1
         packed = x[0] if x.ndim == 4 and len(x) == 1 else x
-        # If all sequences together have the number of tokens of as many longest ones, all are equally long. This check
-        # does not read lengths from the device.
+        # If all sequences together have the number of tokens of as many longest ones, all are
+        # equally long. This check does not read lengths from the device.
         if packed.ndim != 3 or len(packed) != sequences * int(longest or 0):
             raise _UnknownError("sequences of several lengths")
         x = packed.unflatten(0, (sequences, -1))
@@ -164,7 +169,9 @@ def _visible(
     behind: int | None,
     is_aligned: bool,
 ) -> Tensor | None:
-    """Return a mask (N_query, N_key), True where a query may attend to a key; None if all may attend to all."""
+    """Return a mask (N_query, N_key), True where a query may attend to a key; None if all may
+    attend to all.
+    """
     if before is None and behind is None:
         return None
     queries, keys = query.shape[-2], key.shape[-2]

@@ -58,7 +58,8 @@ _TRACERS = (
     _TorchDispatchModeKey.FAKE,
     _TorchDispatchModeKey.FUNCTIONAL,
 )
-# This is a context variable, so that each thread and asynchronous task of the user hides its own code.
+# This is a context variable, so that each thread and asynchronous task of the user hides its own
+# code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
 """Depths of the code that is currently hidden, in all threads."""
@@ -78,12 +79,13 @@ def hidden_from_recorders() -> Iterator[None]:
 
 
 def hidden_depth() -> int:
-    """Return how many :func:`hidden_from_recorders` are active here; in autograd's threads, the maximum anywhere."""
-    if (
-        not _DEPTHS
-    ):  # nothing is hidden anywhere, which is found out much faster than the rest
+    """Return how many :func:`hidden_from_recorders` are active here; in autograd's threads, the
+    maximum anywhere.
+    """
+    if not _DEPTHS:  # nothing is hidden anywhere, which is found out much faster than the rest
         return 0
-    # A thread that torch has started in C++ does not inherit the context variable, and may work for any thread.
+    # A thread that torch has started in C++ does not inherit the context variable, and may work for
+    # any thread.
     if isinstance(threading.current_thread(), threading._DummyThread):
         return max(_DEPTHS, default=0)
     return _HIDDEN.get()
@@ -93,7 +95,8 @@ def take_off(mode: TorchFunctionMode) -> bool:
     """Leave a function mode, wherever it is in the stack; return False if it is not there."""
     if not any(entered is mode for entered in _get_current_function_mode_stack()):
         return False
-    # torch can only leave the mode on top, so modes above are set aside and then put back in their order.
+    # torch can only leave the mode on top, so modes above are set aside and then put back in their
+    # order.
     above: list[Any] = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
@@ -104,21 +107,24 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 @contextmanager
 def balanced_modes() -> Iterator[None]:
-    """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a mode was entered."""
+    """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a
+    mode was entered.
+    """
     before = _get_current_function_mode_stack()
     count = _len_torch_dispatch_stack()
     has_gradients = torch.is_grad_enabled()
     # This guard restores the flag that enables __torch_function__, for which torch has no setter.
     shown = _EnableTorchFunction() if _is_torch_function_enabled() else nullcontext()
     try:
-        # The second guard is needed because leaving inference mode late restores dispatch keys of modes that are off.
+        # The second guard is needed because leaving inference mode late restores dispatch keys of
+        # modes that are off.
         with shown, _PreserveDispatchKeyGuard():
             try:
                 yield
             except KeyboardInterrupt as error:
-                # If Ctrl-C interrupts the __exit__ of a context manager, it is resumed when its frame is cleared, after
-                # the outer context managers have ended, and restores a state from inside them. So frames are cleared
-                # first.
+                # If Ctrl-C interrupts the __exit__ of a context manager, it is resumed when its
+                # frame is cleared, after the outer context managers have ended, and restores a
+                # state from inside them. So frames are cleared first.
                 traceback.clear_frames(error.__traceback__)
                 torch.set_grad_enabled(has_gradients)
                 raise
@@ -135,9 +141,7 @@ class _Curtain(TorchFunctionMode):
 
     is_up = True
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_up:
             return func(*args, **(kwargs or {}))
         with DisableTorchFunction():
@@ -145,7 +149,9 @@ class _Curtain(TorchFunctionMode):
 
 
 def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> Result:
-    """Call a function with these function modes only, even where torch functions are hidden from all modes."""
+    """Call a function with these function modes only, even where torch functions are hidden from
+    all modes.
+    """
     entered: list[TorchFunctionMode] = []
     curtain = _Curtain()
     try:
@@ -163,19 +169,26 @@ def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> R
 
 
 def is_function_transformed() -> bool:
-    """Return whether a function runs under torch.vmap, torch.func.grad or another transform of torch.func."""
+    """Return whether a function runs under torch.vmap, torch.func.grad or another transform of
+    torch.func.
+    """
     return peek_interpreter_stack() is not None
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value is a nested tensor, whose images have different sizes, so that it has no shape."""
-    # Reading a property of a tensor is a call of a torch function, which the user's modes must not see.
+    """Return whether a value is a nested tensor, whose images have different sizes, so that it has
+    no shape.
+    """
+    # Reading a property of a tensor is a call of a torch function, which the user's modes must not
+    # see.
     with DisableTorchFunction():
         return isinstance(value, Tensor) and value.is_nested
 
 
 def is_transformed(inputs: Sequence[Any]) -> bool:
-    """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
+    """Return whether a call is a recomputation of checkpointing, or is traced or transformed by
+    torch.
+    """
     if _current_graph_task_id() != -1:  # in a backward pass
         return True
     if is_function_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -192,7 +205,9 @@ def is_transformed(inputs: Sequence[Any]) -> bool:
 
 
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
-    """Return all values inside of values, which may be nested in tuples, dictionaries and other containers."""
+    """Return all values inside of values, which may be nested in tuples, dictionaries and other
+    containers.
+    """
     # torch's function is slow, and few functions and models take containers.
     if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in values):
         return values
@@ -201,9 +216,10 @@ def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
 
 def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call a function without forward- or reverse-mode gradients, hidden from all modes."""
-    # Python runs no handler of signals between the effect of these C++ guards and their ``with``, unlike in no_grad and
-    # other context managers that are written in Python. In inference mode, sums that are created here could not be
-    # changed in place outside. The second guard restores the flags of gradients, too.
+    # Python runs no handler of signals between the effect of these C++ guards and their ``with``,
+    # unlike in no_grad and other context managers that are written in Python. In inference mode,
+    # sums that are created here could not be changed in place outside. The second guard restores
+    # the flags of gradients, too.
     with DisableTorchFunction(), _InferenceMode(False):
         _set_grad_enabled(False)
         _set_fwd_grad_enabled(False)

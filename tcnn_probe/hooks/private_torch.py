@@ -1,8 +1,9 @@
-"""The private names of torch (2.8 to 2.15) that tcnn_probe uses, with the reasons why no public ones will do.
+"""The private names of torch (2.8 to 2.15) that tcnn_probe uses, with the reasons why no public
+ones will do.
 
-No other file of tcnn_probe uses a private name of torch, so this is the file to read when torch has moved one;
-tests/tcnn_probe/hooks/test_private_torch.py says what each of them does. docs/maintaining.md says what torch would
-have to offer to make them unnecessary.
+No other file of tcnn_probe uses a private name of torch, so this is the file to read when torch has
+moved one; tests/tcnn_probe/hooks/test_private_torch.py says what each of them does.
+docs/maintaining.md says what torch would have to offer to make them unnecessary.
 """
 
 from types import ModuleType
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# Guards of C++: Python handles no signal between their effect and their ``with``, unlike those of torch that are
-# written in Python, so that Ctrl-C leaves neither gradients nor torch functions switched off.
+# Guards of C++: Python handles no signal between their effect and their ``with``, unlike those of
+# torch that are written in Python, so that Ctrl-C leaves neither gradients nor torch functions
+# switched off.
 from torch._C import (
     DisableTorchFunction,
     _current_graph_task_id,
@@ -27,7 +29,8 @@ from torch._C import (
     _TorchDispatchModeKey,
 )
 
-# torch.compile: publicly, compiled code can be made to run eagerly in all threads only, and not from inside.
+# torch.compile: publicly, compiled code can be made to run eagerly in all threads only, and not
+# from inside.
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
@@ -38,12 +41,14 @@ from torch._C._dynamo.eval_frame import (
 # Transforms of torch.func hide images, or wrap them in tensors without an address.
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
-# Types of operators: flash-attn's and xformers' kernels are recognised by them, and graphs of torch.cond.
+# Types of operators: flash-attn's and xformers' kernels are recognised by them, and graphs of
+# torch.cond.
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as global_hooks
 
-# Publicly, a mode can be left at the top of the stack only, but a recorder may be removed below the user's modes.
+# Publicly, a mode can be left at the top of the stack only, but a recorder may be removed below the
+# user's modes.
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -103,12 +108,16 @@ UNCOMPILED_FUNCTION = "_torchdynamo_orig_callable"
 
 
 def eager_switch() -> Any:
-    """Return the switch of torch 2.15 whose ``depth`` makes compiled code run eagerly in this thread, or None."""
+    """Return the switch of torch 2.15 whose ``depth`` makes compiled code run eagerly in this
+    thread, or None.
+    """
     return getattr(torch._dynamo.eval_frame, "_force_eager_nested_compile", None)
 
 
 def count_compiled_frames() -> int:
-    """Return how many frames a call with fullgraph=True has compiled so far; -1 without it, and before torch 2.15."""
+    """Return how many frames a call with fullgraph=True has compiled so far; -1 without it, and
+    before torch 2.15.
+    """
     eval_frame: ModuleType = torch._C._dynamo.eval_frame
     exchange_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
     if exchange_count is None:
@@ -119,15 +128,20 @@ def count_compiled_frames() -> int:
 
 
 def getitem_as_index() -> Any:
-    """Return the mode in which vmap can map ``bias[query, key]``, which flex_attention enters for users' functions."""
-    # The import is local, because torch.compile's modules take a second to import unless flex_attention has run.
+    """Return the mode in which vmap can map ``bias[query, key]``, which flex_attention enters for
+    users' functions.
+    """
+    # The import is local, because torch.compile's modules take a second to import unless
+    # flex_attention has run.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Return torch's tables of a module's hooks and of their options, by number; a copied hook has no handle."""
+    """Return torch's tables of a module's hooks and of their options, by number; a copied hook has
+    no handle.
+    """
     return [
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,

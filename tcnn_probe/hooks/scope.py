@@ -1,4 +1,6 @@
-"""What is on while a module is called: the mode that sees calls of torch, other modes, and eager execution."""
+"""What is on while a module is called: the mode that sees calls of torch, other modes, and eager
+execution.
+"""
 
 from collections.abc import Sequence
 
@@ -13,11 +15,13 @@ __all__ = ["Scope"]
 
 
 class Scope:
-    """Function modes that are on, and compiled code that runs eagerly, from :meth:`open` to :meth:`close`.
+    """Function modes that are on, and compiled code that runs eagerly, from :meth:`open` to
+    :meth:`close`.
 
-    Torch runs no hooks after Ctrl-C, so a scope can stay open until the next forward of its thread, or the end of the
-    ``with``. Whatever switches something off for the time of a forward, a mode or a gradient, is therefore never in a
-    scope, but in a ``with`` of C++ guards, which no signal can interrupt (:func:`unseen`).
+    Torch runs no hooks after Ctrl-C, so a scope can stay open until the next forward of its thread,
+    or the end of the ``with``. Whatever switches something off for the time of a forward, a mode or
+    a gradient, is therefore never in a scope, but in a ``with`` of C++ guards, which no signal can
+    interrupt (:func:`unseen`).
     """
 
     def __init__(self) -> None:
@@ -31,17 +35,17 @@ class Scope:
         observer: Observer | None = None,
         modes: Sequence[TorchFunctionMode] = (),
     ) -> None:
-        """Run compiled parts of a module eagerly, tell an observer of calls of torch, and enter modes.
+        """Run compiled parts of a module eagerly, tell an observer of calls of torch, and enter
+        modes.
 
-        The mode that is entered last sees a call first, so that modes have seen a call before the observer is told.
+        The mode that is entered last sees a call first, so that modes have seen a call before the
+        observer is told.
         """
         if not is_eager():  # as in a layer of a model that is followed itself
             self._eagerness = Eagerness(module)
         self.enter(observer, modes)
 
-    def enter(
-        self, observer: Observer | None, modes: Sequence[TorchFunctionMode] = ()
-    ) -> None:
+    def enter(self, observer: Observer | None, modes: Sequence[TorchFunctionMode] = ()) -> None:
         """Tell an observer of calls of torch, and enter modes."""
         if observer is not None:
             interception = Interception.of_this_thread()
@@ -58,20 +62,21 @@ class Scope:
         return bool(self._modes or self._observed)
 
     def close(self) -> None:
-        """Leave the modes, even if others that were entered later are still on. This may be repeated."""
+        """Leave the modes, even if others that were entered later are still on. This may be
+        repeated.
+        """
         self.leave_modes()
         if self._eagerness is not None:
             self._eagerness.close()
 
     def leave_modes(self) -> None:
         """Leave the modes, but still run compiled code eagerly."""
-        # While a mode handles a call, torch has set it aside, and puts it back afterwards. A recorder can be removed,
-        # or collected as garbage, just then; its modes are left when this is repeated.
+        # While a mode handles a call, torch has set it aside, and puts it back afterwards. A
+        # recorder can be removed, or collected as garbage, just then; its modes are left when this
+        # is repeated.
         for mode in self._modes[::-1]:
             if take_off(mode):
                 self._modes.remove(mode)
         self._observed = [
-            (mode, observer)
-            for mode, observer in self._observed
-            if not mode.leave(observer)
+            (mode, observer) for mode, observer in self._observed if not mode.leave(observer)
         ]

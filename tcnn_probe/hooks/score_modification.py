@@ -1,4 +1,6 @@
-"""The logits of flex_attention: products of queries and keys that are changed by the user's function and masked."""
+"""The logits of flex_attention: products of queries and keys that are changed by the user's
+function and masked.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from tcnn_probe.hooks.private_torch import getitem_as_index
 
 __all__ = ["ScoreModification"]
 
-# in_dims of nested vmaps over (score, image, head, query, key), last axis first: 0 for arguments that have the axis.
+# in_dims of nested vmaps over (score, image, head, query, key), last axis first: 0 for arguments
+# that have the axis.
 _AXES = (
     (0, None, None, None, 0),
     (0, None, None, 0, None),
@@ -23,15 +26,19 @@ _AXES = (
 
 @dataclass(frozen=True)
 class ScoreModification:
-    """The change that flex_attention makes to scaled products of queries and keys, computed for a block of them.
+    """The change that flex_attention makes to scaled products of queries and keys, computed for a
+    block of them.
 
-    Torch's eager flex_attention maps the two functions in the same way, but over all products at once.
+    Torch's eager flex_attention maps the two functions in the same way, but over all products at
+    once.
 
     Args:
         score_mod: Function (score, image, head, query, key, *buffers) -> score, of scalar tensors.
-        mask_mod: Function (image, head, query, key, *buffers) -> whether the query may attend to the key.
+        mask_mod: Function (image, head, query, key, *buffers) -> whether the query may attend to
+            the key.
         score_buffers, mask_buffers: Tensors that are passed to the functions.
-        queries, keys: Indices of queries and keys that are passed to the functions, shapes (N_query,) and (N_key,).
+        queries, keys: Indices of queries and keys that are passed to the functions, shapes
+            (N_query,) and (N_key,).
     """
 
     score_mod: Callable[..., Tensor]
@@ -41,10 +48,9 @@ class ScoreModification:
     queries: Tensor
     keys: Tensor
 
-    def __call__(
-        self, scores: Tensor, rows: slice, queries: slice, keys: slice
-    ) -> Tensor:
-        """Return the logits of a block, shape (rows, heads, queries, keys); minus infinity where a key is hidden.
+    def __call__(self, scores: Tensor, rows: slice, queries: slice, keys: slice) -> Tensor:
+        """Return the logits of a block, shape (rows, heads, queries, keys); minus infinity where a
+        key is hidden.
 
         Args:
             scores: Scaled products of the block's queries and keys.

@@ -42,7 +42,8 @@ def ablate(
     radius: float | None = None,
     queries: Literal["patches"] | None = None,
 ) -> "Ablation":
-    """Ablate heads of a model, from this call to the end of a ``with`` statement or to :meth:`Ablation.remove`.
+    """Ablate heads of a model, from this call to the end of a ``with`` statement or to
+    :meth:`Ablation.remove`.
 
     ::
 
@@ -84,8 +85,9 @@ def ablate(
                     of the layer of ``source`` with the same name, from the same input.
     =============== ================================================================================
 
-    "uniform", "convolutional", "static" and "salient" form a ladder, whose last rung is the head as it is. Each rung
-    knows more of the image than the one before, by the parts of selectivity that a recording has:
+    "uniform", "convolutional", "static" and "salient" form a ladder, whose last rung is the head as
+    it is. Each rung knows more of the image than the one before, by the parts of selectivity that a
+    recording has:
 
     =============== ================================== =================================
     mode            attention that knows               adds
@@ -97,53 +99,57 @@ def ablate(
     (not ablated)   everything                         ``query_key_content_information``
     =============== ================================== =================================
 
-    "uniform", "convolutional", "salient", "local" and "distant" need a grid, and edit only the queries of patches:
-    class and register tokens keep their own attention. In gated layers the grid includes the padding, whose values are
-    zero. The other modes edit all queries, unless ``queries="patches"``, which makes "static" and "zero" comparable.
+    "uniform", "convolutional", "salient", "local" and "distant" need a grid, and edit only the
+    queries of patches: class and register tokens keep their own attention. In gated layers the grid
+    includes the padding, whose values are zero. The other modes edit all queries, unless
+    ``queries="patches"``, which makes "static" and "zero" comparable.
 
-    The model may run in eval or training mode, under autocast and in several threads at once, and may be recorded,
-    explained and trained (with checkpointing, call backward before the ablation ends). Parameters, ``state_dict``,
-    methods and optimizers are never changed, and copies of the model are not ablated. Ablations can be nested: each
-    head is edited by the most recent ablation that names it, separately for gates and outputs. Recorders record gates
-    as ablated, but attention as it is before heads are zeroed, averaged or replaced.
+    The model may run in eval or training mode, under autocast and in several threads at once, and
+    may be recorded, explained and trained (with checkpointing, call backward before the ablation
+    ends). Parameters, ``state_dict``, methods and optimizers are never changed, and copies of the
+    model are not ablated. Ablations can be nested: each head is edited by the most recent ablation
+    that names it, separately for gates and outputs. Recorders record gates as ablated, but
+    attention as it is before heads are zeroed, averaged or replaced.
 
     Args:
-        model: Any module with attention that can be recorded. If it is compiled, its forwards run uncompiled.
-        heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
-            globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
-            possibly epochs, of which the last is used; None for all heads of all layers that look like attention and
-            support the mode. An empty selection ablates nothing, with a warning.
+        model: Any module with attention that can be recorded. If it is compiled, its forwards run
+            uncompiled.
+        heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a
+            mapping from names or globs to an index, indices, a slice or None for all; a boolean
+            DataArray over layer, head or both, and possibly epochs, of which the last is used; None
+            for all heads of all layers that look like attention and support the mode. An empty
+            selection ablates nothing, with a warning.
         mode: Name of a mode in the table above.
-        source: Model with the same layers, for mode "replaced". It runs in eval mode, and its parameters get no
-            gradients.
-        images: Images for modes "mean", "convolutional", "static", "salient" and "shuffled": a floating-point batch as
-            the model takes it, several batches (the first item of a loader's pairs is used), or pictures as
-            :func:`tcnn_probe.images.as_images` takes them. The model runs on them during this call, in eval mode. They
-            should not be evaluated: a RuntimeWarning is given if an image gets its own attention. For every head
-            "mean" stores one map of the layer's output, "convolutional", "static" and "salient" one attention (windows
-            x N_query x N_key), and "shuffled" one for each image.
+        source: Model with the same layers, for mode "replaced". It runs in eval mode, and its
+            parameters get no gradients.
+        images: Images for modes "mean", "convolutional", "static", "salient" and "shuffled": a
+            floating-point batch as the model takes it, several batches (the first item of a
+            loader's pairs is used), or pictures as :func:`tcnn_probe.images.as_images` takes them.
+            The model runs on them during this call, in eval mode. They should not be evaluated: a
+            RuntimeWarning is given if an image gets its own attention. For every head "mean" stores
+            one map of the layer's output, "convolutional", "static" and "salient" one attention
+            (windows x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
-        radius: Distance in patches for modes "local" and "distant" (cells of the finer grid of queries and keys).
-        queries: "patches" to leave class and register tokens as queries their own attention in modes "zero", "mean"
-            over queries, "static" and "shuffled", too.
+        radius: Distance in patches for modes "local" and "distant" (cells of the finer grid of
+            queries and keys).
+        queries: "patches" to leave class and register tokens as queries their own attention in
+            modes "zero", "mean" over queries, "static" and "shuffled", too.
 
     Returns:
         :class:`Ablation`, a context manager that returns itself.
 
     Raises:
-        ValueError: The model lacks a layer or head, a layer does not support the mode, an option is missing or unused,
-            or the source has no such layers. In a forward: a layer turns out to lack a head, heads do not add up, or
-            images have another size than ``images``.
-        TypeError: ``model`` is not a module; ``heads`` have a type that is not listed above; or ``images`` are not
-            batches.
-        RuntimeError: In a forward, a layer that was named computed no attention; at the end, it did not run although
-            the model did.
+        ValueError: The model lacks a layer or head, a layer does not support the mode, an option is
+            missing or unused, or the source has no such layers. In a forward: a layer turns out to
+            lack a head, heads do not add up, or images have another size than ``images``.
+        TypeError: ``model`` is not a module; ``heads`` have a type that is not listed above; or
+            ``images`` are not batches.
+        RuntimeError: In a forward, a layer that was named computed no attention; at the end, it did
+            not run although the model did.
     """
     check_model(model)
     if mode not in get_args(Mode):
-        raise ValueError(
-            f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}"
-        )
+        raise ValueError(f"expected mode to be one of {', '.join(get_args(Mode))}; got {mode!r}")
     for name, value, modes in (
         ("source", source, ("replaced",)),
         ("images", images, _MODES_OVER_IMAGES),
@@ -154,13 +160,9 @@ def ablate(
                 f"{name}= is for mode={' or '.join(map(repr, modes))}, got it with mode={mode!r}"
             )
     if mode == "replaced" and source is None:
-        raise ValueError(
-            "mode='replaced' needs source=, the model whose heads are put in"
-        )
+        raise ValueError("mode='replaced' needs source=, the model whose heads are put in")
     if kind_of(mode, with_images=False).takes_images and images is None:
-        raise ValueError(
-            f"mode={mode!r} needs images=, the images whose attention is used"
-        )
+        raise ValueError(f"mode={mode!r} needs images=, the images whose attention is used")
     if mode in _MODES_WITH_RADIUS and (radius is None or not radius >= 0):
         raise ValueError(
             f"mode={mode!r} needs radius=, a distance of at least 0 patches; got {radius!r}"
@@ -180,7 +182,9 @@ def ablate(
 
 
 class Ablation:
-    """Handle of :func:`ablate`, which is active at once, and again when it is entered after its end."""
+    """Handle of :func:`ablate`, which is active at once, and again when it is entered after its
+    end.
+    """
 
     def __init__(
         self,
@@ -212,7 +216,9 @@ class Ablation:
 
     @property
     def heads(self) -> dict[str, tuple[int, ...]]:
-        """Ablated heads by layer; if a layer does not state its number of heads, they are known once it has run."""
+        """Ablated heads by layer; if a layer does not state its number of heads, they are known
+        once it has run.
+        """
         heads: dict[str, set[int]] = {}
         for entry in self._ablated:
             if entry.indices and not (entry.has_run and not entry.has_attended):
@@ -263,22 +269,17 @@ class Ablation:
         # Earlier runs do not count when the ablation is entered again.
         self._ablated = [entry.fresh() for entry in self._ablated]
         if (
-            # Statistics over images are collected once, and kept when the ablation is entered again.
-            self._images is not None
-            and self._ablated
-            and self._ablated[0].reference is None
+            # Statistics over images are collected once, and kept when the ablation is entered
+            # again.
+            self._images is not None and self._ablated and self._ablated[0].reference is None
         ):
             collect_references(self._model, self._ablated, self._images, self._seed)
             # A layer that ran for the references need not run in the user's forwards.
             self._ablated = [entry.fresh() for entry in self._ablated]
-        self._forwards = self._exits.enter_context(
-            edited_model(self._model, self._ablated)
-        )
+        self._forwards = self._exits.enter_context(edited_model(self._model, self._ablated))
 
 
-def _layer_of_source(
-    entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]
-) -> nn.Module:
+def _layer_of_source(entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     """Return the layer of the source model whose heads are used."""
     layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
@@ -286,14 +287,11 @@ def _layer_of_source(
             f"the source, {type(source).__name__}, has no layer {entry.layer!r} to take heads from"
         )
     expected, got = (
-        {name: tuple(p.shape) for name, p in m.named_parameters()}
-        for m in (entry.module, layer)
+        {name: tuple(p.shape) for name, p in m.named_parameters()} for m in (entry.module, layer)
     )
     # Equal shapes of parameters do not imply equal numbers of heads, into which channels are split.
     if expected != got or head_count(entry.module) != head_count(layer):
-        different = (
-            sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"
-        )
+        different = sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"
         raise ValueError(
             f"expected {entry.layer!r} of the source to have the same shapes, got {different}"
         )

@@ -1,4 +1,6 @@
-"""The kinds of ablation, one class each, which define how attention of a layer and its gates are edited."""
+"""The kinds of ablation, one class each, which define how attention of a layer and its gates are
+edited.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -48,7 +50,8 @@ Heads = tuple[int, ...] | slice
 
 
 class Ablated(HeadListener):
-    """Ablated heads of one layer: the base class of all kinds, which define their edit in :meth:`edit`.
+    """Ablated heads of one layer: the base class of all kinds, which define their edit in
+    :meth:`edit`.
 
     Args:
         pattern: Name or glob that selected the layer.
@@ -57,14 +60,16 @@ class Ablated(HeadListener):
         number: Index of the attention in a call of the layer; None for all of them.
         heads: Heads that are ablated.
         mode: Mode of the ablation.
-        strict: Whether the user's name or glob selected only this layer, so that an error is raised if it cannot be
-            ablated.
+        strict: Whether the user's name or glob selected only this layer, so that an error is raised
+            if it cannot be ablated.
         count: Number of heads of the layer, if it is known.
         source: Layer whose heads replace these, for mode "replaced".
     """
 
     takes_images: ClassVar[bool] = False
-    """Whether the kind needs given images, over which the result of :meth:`new_reference` collects statistics."""
+    """Whether the kind needs given images, over which the result of :meth:`new_reference` collects
+    statistics.
+    """
 
     reference: ReferenceStatistics | None = None
     """Statistics over given images; None for kinds that need none."""
@@ -141,10 +146,13 @@ class Ablated(HeadListener):
         return () if self.count is None else self.among(self.count)
 
     def expects(self, attention: Attention) -> bool:
-        """Return whether an attention of the layer is the one whose heads are ablated, and can be ablated."""
+        """Return whether an attention of the layer is the one whose heads are ablated, and can be
+        ablated.
+        """
         if self.number not in (None, attention.number):
             return False
-        # Some layers do not state their number of heads, which is then known from their first attention.
+        # Some layers do not state their number of heads, which is then known from their first
+        # attention.
         self.among(attention.heads)
         self.count = attention.heads
         if self.grids is None:
@@ -167,19 +175,17 @@ class Ablated(HeadListener):
         return replace(edit, queries=places.is_patch)
 
     def returned(self, call: LayerCall, output: Any) -> None:
-        """Raise an error if the call that ends could not be edited, or computed no attention to edit."""
+        """Raise an error if the call that ends could not be edited, or computed no attention to
+        edit.
+        """
         # Only at the end of a call is it known whether its softmaxes weighted any values.
         if call.objection:
-            raise RuntimeError(
-                f"{self.layer!r} edited {call.objection}: choose other layers"
-            )
+            raise RuntimeError(f"{self.layer!r} edited {call.objection}: choose other layers")
         has_attended = self in call.answered
         self.has_run = True
         self.has_attended |= has_attended
         if self.strict and not has_attended:
-            of_number = (
-                f" of this number, only {call.attentions}" if self.number else ""
-            )
+            of_number = f" of this number, only {call.attentions}" if self.number else ""
             raise RuntimeError(
                 f"{self.layer!r} ran and computed no attention between tokens{of_number}"
             )
@@ -197,12 +203,15 @@ class AveragedOverQueries(Ablated):
     """Heads whose output is replaced by its mean over the queries."""
 
     def expects(self, attention: Attention) -> bool:
-        """Return whether there are several queries; raise an error if the user named a layer with a single one."""
+        """Return whether there are several queries; raise an error if the user named a layer with a
+        single one.
+        """
         if not super().expects(attention) or attention.queries > 1:
             return attention.queries > 1
         if self.strict:
             raise ValueError(
-                f"{self.layer!r} has a single query, whose mean is itself; give images= to take means over"
+                f"{self.layer!r} has a single query, whose mean is itself; give images= to take "
+                "means over"
             )
         return False
 
@@ -212,7 +221,9 @@ class AveragedOverQueries(Ablated):
 
 
 class GatesForced(Ablated):
-    """Heads whose gates are 1 ("positional") or 0 ("content"), of GPSA layers and of timm's ConViT."""
+    """Heads whose gates are 1 ("positional") or 0 ("content"), of GPSA layers and of timm's
+    ConViT.
+    """
 
     GATES: ClassVar[Mapping[str, float]] = {"positional": 1.0, "content": 0.0}
 
@@ -235,17 +246,23 @@ class GatesForced(Ablated):
 
 
 class GivenAttention(Ablated):
-    """Heads with the mean attention over given images ("static") or the attention of another image ("shuffled")."""
+    """Heads with the mean attention over given images ("static") or the attention of another image
+    ("shuffled").
+    """
 
     takes_images = True
     reference: AttentionReference
 
     def new_reference(self, seed: int | None) -> AttentionReference:
-        """Return a reference that keeps the mean attention, or the attention of each image for another image."""
+        """Return a reference that keeps the mean attention, or the attention of each image for
+        another image.
+        """
         return AttentionReference(shuffled=self.mode == "shuffled", seed=seed)
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return an edit with the attention of the given images; collect it while they pass through the model."""
+        """Return an edit with the attention of the given images; collect it while they pass through
+        the model.
+        """
         if self.reference.is_finished:
             return HeadEdit(
                 heads,
@@ -255,14 +272,14 @@ class GivenAttention(Ablated):
         if self.reference.is_collecting:
             with torch.no_grad():
                 _check_reconstruction(attention)
-                self.reference.add(
-                    attention.number, heads, attention.content(), self.layer
-                )
+                self.reference.add(attention.number, heads, attention.content(), self.layer)
         return None
 
 
 class OnPatches(Ablated):
-    """Heads in which the queries of patches get another attention; class and register tokens keep theirs."""
+    """Heads in which the queries of patches get another attention; class and register tokens keep
+    theirs.
+    """
 
     grids: GridFinder
 
@@ -280,22 +297,24 @@ class OnPatches(Ablated):
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor | None:
-        """Return the new attention, (images or 1, windows, heads, N_query, N_key); None to change nothing."""
+        """Return the new attention, (images or 1, windows, heads, N_query, N_key); None to change
+        nothing.
+        """
         raise NotImplementedError
 
     def own_weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor:
-        """Return the heads' own attention, (images, windows, heads, N_query, N_key), differentiable."""
+        """Return the heads' own attention, (images, windows, heads, N_query, N_key),
+        differentiable.
+        """
         return places.by_window(attention.weights().flatten(0, 1)[:, list(heads)])
 
 
 class Uniform(OnPatches):
     """Heads that attend to all visible keys alike."""
 
-    def weights(
-        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
-    ) -> Tensor:
+    def weights(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> Tensor:
         """Return attention 1 / K for K visible keys."""
         seen = places.visible(attention)
         if seen is None:
@@ -307,11 +326,11 @@ class Uniform(OnPatches):
 
 
 class Local(OnPatches):
-    """Heads that attend only to keys within a radius ("local") or only to those beyond it ("distant")."""
+    """Heads that attend only to keys within a radius ("local") or only to those beyond it
+    ("distant").
+    """
 
-    def weights(
-        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
-    ) -> Tensor:
+    def weights(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> Tensor:
         """Return the heads' own attention without the other keys; tokens off the grid stay."""
         assert self.radius is not None
         is_near = places.within(self.radius)
@@ -337,7 +356,9 @@ class StaticOnPatches(OnPatches):
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor | None:
-        """Return the attention that follows from the mean; collect it while the given images pass."""
+        """Return the attention that follows from the mean; collect it while the given images
+        pass.
+        """
         if self.reference.is_finished:
             static = self.reference.attention_for(attention, heads, self.layer)
             return self.follow(static, attention, heads, places)
@@ -348,9 +369,7 @@ class StaticOnPatches(OnPatches):
                 self.collect(attention, heads, places)
         return None
 
-    def collect(
-        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
-    ) -> None:
+    def collect(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> None:
         """Add the attention of given images."""
         weights = attention.weights().flatten(0, 1)
         self.reference.add(attention.number, heads, weights, self.layer)
@@ -362,7 +381,9 @@ class StaticOnPatches(OnPatches):
         heads: Sequence[int],
         places: TokenPlaces,
     ) -> Tensor:
-        """Return the attention that follows from the reference, (1, windows, heads, N_query, N_key)."""
+        """Return the attention that follows from the reference, (1, windows, heads, N_query,
+        N_key).
+        """
         return static
 
 
@@ -375,16 +396,16 @@ class Convolutional(StaticOnPatches):
         """Return a reference that fits convolutions to the mean attention."""
         return ConvolutionReference()
 
-    def collect(
-        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
-    ) -> None:
+    def collect(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> None:
         """Add the attention of given images, and what their queries see."""
         self.reference.see(attention, places, self.layer)
         super().collect(attention, heads, places)
 
 
 class Salient(StaticOnPatches):
-    """Heads with their mean attention times a factor of each key, the same for all queries of an image."""
+    """Heads with their mean attention times a factor of each key, the same for all queries of an
+    image.
+    """
 
     def follow(
         self,
@@ -418,7 +439,9 @@ class AveragedOverImages(Ablated):
         return HeadEdit(heads) if self.reference.is_finished else None
 
     def add_terms(self, call: LayerCall, output: Tensor) -> Tensor:
-        """Add the mean terms of the heads that are zero; a later ablation may edit some of the heads instead."""
+        """Add the mean terms of the heads that are zero; a later ablation may edit some of the
+        heads instead.
+        """
         for number, heads in call.heads_of(self).items():
             places = [self.indices.index(head) for head in heads]
             output = self.reference.add_to(output, number, places, self.layer)
@@ -433,17 +456,13 @@ class AveragedOverImages(Ablated):
         # Terms are computed with the gates that other ablations force.
         with_gates = [listener for _, listener in call.listeners if listener.gates()]
         for number in numbers:
-            terms = Terms(
-                call.module, self.layer, number, call.args, call.kwargs, with_gates
-            )
+            terms = Terms(call.module, self.layer, number, call.args, call.kwargs, with_gates)
             # The check takes four runs of the layer, so it is done once.
             if not self.is_additive:
                 # One head is enough, because a subsequent norm over heads would show with any head.
                 terms.check(self.indices[:1])
                 self.is_additive = True
-            self.reference.add(
-                number, terms.of(*([head] for head in self.indices)), self.layer
-            )
+            self.reference.add(number, terms.of(*([head] for head in self.indices)), self.layer)
 
 
 class Replaced(Ablated):
@@ -462,19 +481,16 @@ class Replaced(Ablated):
         for number, heads in call.heads_of(self).items():
             terms = Terms(self.source, self.layer, number, call.args, call.kwargs)
             if not self.is_additive:
-                Terms(call.module, self.layer, number, call.args, call.kwargs).check(
-                    heads
-                )
+                Terms(call.module, self.layer, number, call.args, call.kwargs).check(heads)
                 terms.check(heads)
                 self.is_additive = True
             output = output + terms.of(heads)[0].to(output.dtype)
         return output
 
 
-def use_grids(
-    model: nn.Module, ablated: Sequence[Ablated], queries: str | None
-) -> None:
-    """Let kinds that depend on the grid find it, or all kinds if only ``queries="patches"`` are ablated.
+def use_grids(model: nn.Module, ablated: Sequence[Ablated], queries: str | None) -> None:
+    """Let kinds that depend on the grid find it, or all kinds if only ``queries="patches"`` are
+    ablated.
 
     Raises:
         ValueError: ``queries`` has another value, or a kind edits all queries at once.
@@ -514,7 +530,9 @@ _KINDS: Mapping[str, type[Ablated]] = {
 
 
 def _check_reconstruction(attention: Attention) -> None:
-    """Raise if a rebuilt attention, which is to be replaced, is not the one that the layer computed."""
+    """Raise if a rebuilt attention, which is to be replaced, is not the one that the layer
+    computed.
+    """
     compared = attention.discrepancy(None) if attention.gate is None else None
     if compared is None:
         return
@@ -522,6 +540,6 @@ def _check_reconstruction(attention: Attention) -> None:
     # In this form the condition also rejects NaN.
     if not bool(difference <= rounding):
         raise ReconstructionError(
-            f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
-            f"{float(difference):.2g} of its largest value, so it cannot be replaced"
+            f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's "
+            f"own output by {float(difference):.2g} of its largest value, so it cannot be replaced"
         )

@@ -1,4 +1,6 @@
-"""Terms that heads add to the output of their layer, measured by running a copy of the layer without other heads."""
+"""Terms that heads add to the output of their layer, measured by running a copy of the layer
+without other heads.
+"""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,8 @@ __all__ = ["Terms", "frozen_copy"]
 
 @dataclass
 class Terms:
-    """Terms that heads add to the output of their layer in a call: in eval mode, with constant parameters, unrecorded.
+    """Terms that heads add to the output of their layer in a call: in eval mode, with constant
+    parameters, unrecorded.
 
     Args:
         module: The layer.
@@ -51,9 +54,12 @@ class Terms:
     gates: Sequence[HeadListener] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
-        """Return the term of each group of heads, in the shape of the output, with images along the first axis."""
+        """Return the term of each group of heads, in the shape of the output, with images along the
+        first axis.
+        """
         without_heads = self._run(only=())
-        # Without any heads, the output still has biases and residual inputs, which belong to no head.
+        # Without any heads, the output still has biases and residual inputs, which belong to no
+        # head.
         return [self._run(only=heads) - without_heads for heads in groups]
 
     @torch.no_grad()
@@ -62,27 +68,27 @@ class Terms:
         # The heads of gated layers add up by construction (T-CNN Eq. 5).
         if isinstance(self.module, GATED_LAYERS):
             return
-        # f(all) - f(all without h) = f(only h) - f(none), if the layer's output is linear in its heads.
+        # f(all) - f(all without h) = f(only h) - f(none), if the layer's output is linear in its
+        # heads.
         output = self._run()
         difference = output - self._run(without=heads) - self.of(heads)[0]
         # Values that are not finite come from the model's input, not from the heads.
-        difference, size = (
-            x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output)
-        )
+        difference, size = (x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output))
         if bool(difference > tolerance(output.dtype) * size):
             raise ValueError(
-                f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
-                f"that none has a term of its own; mode='zero' and 'mean' over queries are possible"
+                f"the heads of {self.layer!r} do not add up: something that mixes them, such as a "
+                "norm, follows, so that none has a term of its own; mode='zero' and 'mean' over "
+                "queries are possible"
             )
 
-    def _run(
-        self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()
-    ) -> Tensor:
-        """Return the layer's output with ``only`` some of its heads (None for all), and ``without`` others."""
+    def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
+        """Return the layer's output with ``only`` some of its heads (None for all), and ``without``
+        others.
+        """
         twin = frozen_copy(self.module)
         vars(twin).update(
-            # Hooks of the layer itself have run on the arguments already; hooks of its submodules are part of its
-            # computation.
+            # Hooks of the layer itself have run on the arguments already; hooks of its submodules
+            # are part of its computation.
             _forward_pre_hooks=OrderedDict(),
             _forward_hooks=OrderedDict(),
         )
@@ -107,11 +113,11 @@ class _GatesOnly(HeadListener):
 
 
 class _ZeroOthers(HeadListener):
-    """Listener that sets all heads of one attention to zero except ``only`` some, and those in ``without``."""
+    """Listener that sets all heads of one attention to zero except ``only`` some, and those in
+    ``without``.
+    """
 
-    def __init__(
-        self, number: int, only: Sequence[int] | None, without: Sequence[int]
-    ) -> None:
+    def __init__(self, number: int, only: Sequence[int] | None, without: Sequence[int]) -> None:
         self._number = number
         self._only = only
         self._without = without
@@ -121,17 +127,15 @@ class _ZeroOthers(HeadListener):
             return None
         included = range(attention.heads) if self._only is None else self._only
         zeroed = [
-            head
-            for head in range(attention.heads)
-            if head not in included or head in self._without
+            head for head in range(attention.heads) if head not in included or head in self._without
         ]
         return HeadEdit(zeroed) if zeroed else None
 
 
-def frozen_copy(
-    module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None
-) -> nn.Module:
-    """Return a copy in eval mode with constants for parameters, which shares their memory, but not its attributes."""
+def frozen_copy(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Return a copy in eval mode with constants for parameters, which shares their memory, but not
+    its attributes.
+    """
     copies = {} if copies is None else copies
     # The wrapper of torch.compile calls the module that was compiled, not a copy of it.
     if COMPILED_MODULE in module._modules:
@@ -158,11 +162,13 @@ def frozen_copy(
         vars(twin)[COMPILED_CALL] = None
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_", "_backward_")):
-                # Forward hooks can be part of the computation (spectral norm, quantisation), but our own are not.
+                # Forward hooks can be part of the computation (spectral norm, quantisation), but
+                # our own are not.
                 foreign = [
                     (n, h)
                     for n, h in hooks.items()
-                    # Backward hooks are left out, because a measurement is not a backward pass of the user.
+                    # Backward hooks are left out, because a measurement is not a backward pass of
+                    # the user.
                     if "back" not in name and not isinstance(h, CopySafeHook)
                 ]
                 vars(twin)[name] = OrderedDict(foreign)
@@ -170,7 +176,9 @@ def frozen_copy(
 
 
 def _bound_to_copy(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return an attribute of a module for its copy: accelerate and torch.compile set ``forward`` to such methods."""
+    """Return an attribute of a module for its copy: accelerate and torch.compile set ``forward`` to
+    such methods.
+    """
     value = getattr(value, UNCOMPILED_FUNCTION, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, copies.get(value.__self__, value.__self__))

@@ -1,4 +1,6 @@
-"""``head_costs()``: what each part of every head's attention causes, by ablating one head after the other."""
+"""``head_costs()``: what each part of every head's attention causes, by ablating one head after the
+other.
+"""
 
 import hashlib
 import json
@@ -47,7 +49,8 @@ def head_costs(
     path: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> xr.DataArray:
-    """Measure the cost of every head at every rung of the ladder of :func:`ablate`, one head at a time.
+    """Measure the cost of every head at every rung of the ladder of :func:`ablate`, one head at a
+    time.
 
     ::
 
@@ -56,30 +59,33 @@ def head_costs(
         )
         print(tcnn_probe.evaluation.mean_interval(cost).sel(mode="static"))
 
-    Statistics over ``reference`` are collected once, and what comes before a layer is computed once for all of its
-    heads and modes. :func:`head_importance` estimates the same costs in one backward pass.
+    Statistics over ``reference`` are collected once, and what comes before a layer is computed once
+    for all of its heads and modes. :func:`head_importance` estimates the same costs in one backward
+    pass.
 
     Args:
         model: Model as for :func:`ablate`. It runs in eval mode.
         images: Images to evaluate: a batch, several, pairs with a target, or pictures.
-        metric: None, for the Euclidean norm of the change of the model's output; the classes of all images, for the
-            change of the cross entropy; or a function (output, target) that returns a number for each image, (B,),
-            whose change is the cost. The target is the second item of a loader's pair, or None.
+        metric: None, for the Euclidean norm of the change of the model's output; the classes of all
+            images, for the change of the cross entropy; or a function (output, target) that returns
+            a number for each image, (B,), whose change is the cost. The target is the second item
+            of a loader's pair, or None.
         modes: Modes of :func:`ablate` that edit the outputs of heads.
         heads: Heads as for :func:`ablate`.
         reference: Images over which attention is averaged; None for ``images``.
         radius: Distance for modes "local" and "distant".
-        queries: "patches" to leave class and register tokens as queries their own attention in all modes, so that the
-            rungs can be compared; None to ablate all queries in modes "zero", "mean" and "static".
+        queries: "patches" to leave class and register tokens as queries their own attention in all
+            modes, so that the rungs can be compared; None to ablate all queries in modes "zero",
+            "mean" and "static".
         seed: Seed of mode "shuffled".
         batch_size: Largest number of images that run at once.
-        path: File in which results are kept after each layer, from which an interrupted call with the same arguments
-            continues. None to keep nothing.
+        path: File in which results are kept after each layer, from which an interrupted call with
+            the same arguments continues. None to keep nothing.
         progress: Whether to show a progress bar; None to show it on a terminal after some seconds.
 
     Returns:
-        Costs, dims (mode, layer, head, image), for :func:`tcnn_probe.evaluation.mean_interval`; NaN where a layer
-        cannot be ablated in a mode.
+        Costs, dims (mode, layer, head, image), for :func:`tcnn_probe.evaluation.mean_interval`; NaN
+        where a layer cannot be ablated in a mode.
 
     Raises:
         TypeError, ValueError: The arguments are not as above, or the file has results of others.
@@ -117,24 +123,22 @@ def head_costs(
                             bar.update()
                 results.keep(batch, layer)
     table = results.table
-    what = (
-        "norm of the change of the output"
-        if measure is None
-        else "change of the metric"
-    )
+    what = "norm of the change of the output" if measure is None else "change of the metric"
     table.attrs = {"long_name": what, "units": "1"}
     return table.rename("cost")
 
 
 def _name_of(metric: Any) -> str:
-    """Return a name by which a metric is recognised; that of classes, which belong to the batches, is one for all."""
+    """Return a name by which a metric is recognised; that of classes, which belong to the batches,
+    is one for all.
+    """
     return getattr(metric, "__qualname__", type(metric).__name__)
 
 
-def _ablated_output(
-    rungs: Rungs, entry: Ablated, head: int, images: Tensor
-) -> Any | None:
-    """Return the output of the model without a head; None if the layer cannot be ablated in this mode."""
+def _ablated_output(rungs: Rungs, entry: Ablated, head: int, images: Tensor) -> Any | None:
+    """Return the output of the model without a head; None if the layer cannot be ablated in this
+    mode.
+    """
     single = entry.fresh()
     single.heads = (head,)
     with edited_model(rungs.model, rungs.all, {single: single.module}):
@@ -163,9 +167,7 @@ class _Results:
         table: Costs, (mode, layer, head, image).
     """
 
-    def __init__(
-        self, rungs: Rungs, batches: list[Batch], path: Any, *options: Any
-    ) -> None:
+    def __init__(self, rungs: Rungs, batches: list[Batch], path: Any, *options: Any) -> None:
         self.layers: dict[str, list[Ablated]] = {}
         for entry in rungs.all:
             self.layers.setdefault(entry.layer, []).append(entry)
@@ -182,7 +184,8 @@ class _Results:
         with np.load(path, allow_pickle=False) as kept:
             if str(kept["digest"]) != self._digest:
                 raise ValueError(
-                    f"{path} has costs of another model, other images or other modes: give another path, or delete it"
+                    f"{path} has costs of another model, other images or other modes: give another "
+                    "path, or delete it"
                 )
             self.table.values[:] = kept["values"]
             self._done = {(int(row), str(layer)) for row, layer in kept["done"]}
@@ -223,7 +226,9 @@ class _Results:
 
 
 def _digest_of(rungs: Rungs, batches: list[Batch], options: Collection[Any]) -> str:
-    """Return a hash of what costs depend on: model, heads, modes, images and their targets, references and options."""
+    """Return a hash of what costs depend on: model, heads, modes, images and their targets,
+    references and options.
+    """
     heads = [(entry.mode, entry.layer, *entry.indices) for entry in rungs.all]
     digest = hashlib.sha256(json.dumps([heads, [*map(str, options)]]).encode())
     for parameter in rungs.model.parameters():

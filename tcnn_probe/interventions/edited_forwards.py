@@ -1,4 +1,6 @@
-"""Forwards of a model whose heads are edited, and those over given images in which statistics are collected."""
+"""Forwards of a model whose heads are edited, and those over given images in which statistics are
+collected.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,9 @@ __all__ = ["ModelCalls", "collect_references", "edited_model"]
 
 
 class ModelCalls(Calls[Call]):
-    """Forwards of the whole model, in which compiled parts run uncompiled, because compiled code ignores hooks."""
+    """Forwards of the whole model, in which compiled parts run uncompiled, because compiled code
+    ignores hooks.
+    """
 
     has_run = False
 
@@ -47,16 +51,15 @@ class ModelCalls(Calls[Call]):
         # Compiled code would run without the hooks of the layers.
         call.scope.open(self.module)
 
-    def _warn_of_overlap(
-        self, reference: ReferenceStatistics, inputs: Sequence[Any]
-    ) -> None:
+    def _warn_of_overlap(self, reference: ReferenceStatistics, inputs: Sequence[Any]) -> None:
         """Warn once if evaluated images are among those over which attention was collected."""
         # Inputs with a single axis are labels or lengths.
         images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
         # While statistics are collected, the model runs on the given images themselves.
         if not reference.is_finished or self._has_warned or images is None:
             return
-        # Function modes watch the operations of the model, to which reading the images does not belong.
+        # Function modes watch the operations of the model, to which reading the images does not
+        # belong.
         with DisableTorchFunction():
             reason = "" if is_transformed(inputs) else reference.overlap(images)
         if reason:
@@ -79,8 +82,8 @@ def edited_model(
     Args:
         model: The model.
         ablated: Ablated heads, whose grids and statistics over images are used.
-        listeners: Listeners with their layers, if not the ablated heads themselves edit them; then it is not checked
-            whether images are among those of the statistics.
+        listeners: Listeners with their layers, if not the ablated heads themselves edit them; then
+            it is not checked whether images are among those of the statistics.
     """
     reference = ablated[0].reference if ablated and listeners is None else None
     if listeners is None:

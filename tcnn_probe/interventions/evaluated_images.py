@@ -44,10 +44,12 @@ class Batch:
 
 
 def as_measure(measure: Any) -> tuple[Measure | None, Tensor | None]:
-    """Return the function of outputs and targets that is measured, and classes of all images if these are given.
+    """Return the function of outputs and targets that is measured, and classes of all images if
+    these are given.
 
     Args:
-        measure: None, a function (output, target) -> (B,), or the classes of all images, for their cross entropy.
+        measure: None, a function (output, target) -> (B,), or the classes of all images, for their
+            cross entropy.
     """
     if measure is None or callable(measure):
         return measure, None
@@ -99,7 +101,9 @@ def _classes_of(classes: Tensor, rows: slice) -> Tensor:
 
 
 def reread(images: Any) -> Any:
-    """Return images that can be read several times: a list of a loader's batches, and anything else as it is."""
+    """Return images that can be read several times: a list of a loader's batches, and anything else
+    as it is.
+    """
     is_kept = isinstance(images, Tensor | np.ndarray | Mapping | Sequence)
     return images if is_kept or not isinstance(images, Iterable) else list(images)
 
@@ -113,8 +117,9 @@ def outputs_of(output: Any, images: int) -> Tensor:
     ]
     if not tensors:
         raise TypeError(
-            f"expected the model to return tensors with an axis of images, got {type(output).__name__}; give a "
-            f"function (output, target) that returns a number for each image"
+            "expected the model to return tensors with an axis of images, got "
+            f"{type(output).__name__}; give a function (output, target) that returns a number for "
+            "each image"
         )
     return torch.cat([x.flatten(1).to(at_least_float32(x.dtype)) for x in tensors], 1)
 
@@ -124,6 +129,7 @@ def changes_of(values: Any, images: int) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != (images,):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values)
         raise ValueError(
-            f"expected a number for each of {images} images, such as a cross entropy with reduction='none'; got {got}"
+            f"expected a number for each of {images} images, such as a cross entropy with "
+            f"reduction='none'; got {got}"
         )
     return values

@@ -21,20 +21,20 @@ __all__ = ["head_kernels"]
 Array = NDArray[np.float64]
 
 _ATTRS = {
-    "offset_kernel": "exp theta(offset from query to key in patches) of the convolution T inside the head; sums to one "
-    "with prefix_kernel. 0 at offsets without attention, NaN for heads that were not asked for.",
+    "offset_kernel": "exp theta(offset from query to key in patches) of the convolution T inside "
+    "the head; sums to one with prefix_kernel. 0 at offsets without attention, "
+    "NaN for heads that were not asked for.",
     "prefix_kernel": "exp theta of each class and register token, see offset_kernel.",
-    "offset_mass": "Share of attention at each offset, on average over queries of patches, in T and in the mean "
-    "attention alike.",
+    "offset_mass": "Share of attention at each offset, on average over queries of patches, in T "
+    "and in the mean attention alike.",
     "prefix_mass": "Share of attention to each class and register token, see offset_mass.",
 }
 _FRACTIONS = "offsets between queries and keys are no whole numbers of patches"
 
 
-def head_kernels(
-    model: nn.Module, images: GivenImages, heads: HeadSelection = None
-) -> xr.Dataset:
-    """Fit the kernels of the convolutions inside heads, for :func:`tcnn_model.convolve` and to look at.
+def head_kernels(model: nn.Module, images: GivenImages, heads: HeadSelection = None) -> xr.Dataset:
+    """Fit the kernels of the convolutions inside heads, for :func:`tcnn_model.convolve` and to look
+    at.
 
     ::
 
@@ -45,24 +45,28 @@ def head_kernels(
         # 7 x 7 offsets of 4 x 4 patches
         kernels.offset_kernel.sel(layer="blocks.0.attn", head=2).plot()
 
-    The convolution T_i(j) = kernel(j - i) / Z_i is nearest to the mean M of a head's attention over the images: it
-    minimises the mean over queries of KL(M_i || T_i), and so has M's share of attention at each offset. Unlike
-    ``probes=["offset-kernel"]``, which keeps a crop of the kernels of 64 queries at each mark, this uses all queries of
-    patches, and keeps all offsets. Class and register tokens are keys with weights of their own; as queries they do not
-    count.
+    The convolution T_i(j) = kernel(j - i) / Z_i is nearest to the mean M of a head's attention over
+    the images: it minimises the mean over queries of KL(M_i || T_i), and so has M's share of
+    attention at each offset. Unlike ``probes=["offset-kernel"]``, which keeps a crop of the kernels
+    of 64 queries at each mark, this uses all queries of patches, and keeps all offsets. Class and
+    register tokens are keys with weights of their own; as queries they do not count.
 
     Args:
-        model: Any module that can be recorded, not compiled. It runs once on the images, in eval mode.
-        images: Images as for ``images=`` of :func:`ablate`. Eight are enough for heads that convolve.
+        model: Any module that can be recorded, not compiled. It runs once on the images, in eval
+            mode.
+        images: Images as for ``images=`` of :func:`ablate`. Eight are enough for heads that
+            convolve.
         heads: Heads as for :func:`ablate`; None for all heads whose queries and keys have a grid.
 
     Returns:
-        Dataset over (layer, head) with ``offset_kernel`` and ``offset_mass``, dims (layer, head, offset_y, offset_x),
-        and, for models with class or register tokens, ``prefix_kernel`` and ``prefix_mass``, dims (layer, head,
-        prefix_token). ``attrs["missing"]`` names layers without kernels, with the reason.
+        Dataset over (layer, head) with ``offset_kernel`` and ``offset_mass``, dims (layer, head,
+        offset_y, offset_x), and, for models with class or register tokens, ``prefix_kernel`` and
+        ``prefix_mass``, dims (layer, head, prefix_token). ``attrs["missing"]`` names layers without
+        kernels, with the reason.
 
     Raises:
-        ValueError, TypeError: As in :func:`ablate` with ``mode="convolutional"``; also if no layer has a kernel.
+        ValueError, TypeError: As in :func:`ablate` with ``mode="convolutional"``; also if no layer
+            has a kernel.
     """
     fits: dict[str, _Kernels] = {}
     missing: dict[str, str] = {}
@@ -80,9 +84,7 @@ def head_kernels(
                     fits[name] = kernels
     if not fits:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
-        raise ValueError(
-            f"no layer of this {type(model).__name__} has heads with kernels{reasons}"
-        )
+        raise ValueError(f"no layer of this {type(model).__name__} has heads with kernels{reasons}")
     attrs = provenance(model) | {"missing": json.dumps(missing)}
     return _dataset(fits).assign_attrs(attrs)
 
@@ -95,8 +97,8 @@ class _Kernels:
         count: Number of heads of the layer.
         heads: Indices of the heads.
         offsets: Offsets from query to key, shape (offsets, 2).
-        kernel, masses: Weight and attention of each offset, and after these of each token off the grid, shape (heads,
-            offsets + tokens).
+        kernel, masses: Weight and attention of each offset, and after these of each token off the
+            grid, shape (heads, offsets + tokens).
     """
 
     count: int

@@ -1,8 +1,9 @@
-"""``head_importance()``: what each part of every head's attention contributes, to first order, in one backward pass.
+"""``head_importance()``: what each part of every head's attention contributes, to first order, in
+one backward pass.
 
-If the output o of a head becomes that of a rung, o + d, then a loss changes by <dL/do, d> to first order, and the
-model's output by J d. The gradients dL/do of all heads come from one backward pass, in which the change d of each head
-and rung is computed where its gradient arrives.
+If the output o of a head becomes that of a rung, o + d, then a loss changes by <dL/do, d> to first
+order, and the model's output by J d. The gradients dL/do of all heads come from one backward pass,
+in which the change d of each head and rung is computed where its gradient arrives.
 """
 
 import math
@@ -53,42 +54,47 @@ def head_importance(
     batch_size: int = 16,
     progress: bool | None = None,
 ) -> xr.DataArray:
-    """Estimate the cost of every head at every rung of the ladder of :func:`ablate`, to first order.
+    """Estimate the cost of every head at every rung of the ladder of :func:`ablate`, to first
+    order.
 
     ::
 
         cost = tcnn_probe.head_importance(model, images, labels, reference=training_images)
         print(cost.mean("image").sel(mode="static").to_pandas())
 
-    With a loss, the cost is its change to first order if the heads are ablated, which can be negative. It takes one
-    forward and one backward for all heads and modes (Michel et al. 2019, arXiv 1905.10650; attribution patching,
-    Syed et al. 2023, arXiv 2310.10348). Without one, the cost is the norm ``|J d|`` of the change of the model's
-    output, which is estimated from random directions of the output, with one backward for each. Fused attention stays
-    on, and the attention of the images is computed one layer at a time. First order can be far from the exact cost,
-    see :func:`head_costs`.
+    With a loss, the cost is its change to first order if the heads are ablated, which can be
+    negative. It takes one forward and one backward for all heads and modes (Michel et al. 2019,
+    arXiv 1905.10650; attribution patching, Syed et al. 2023, arXiv 2310.10348). Without one, the
+    cost is the norm ``|J d|`` of the change of the model's output, which is estimated from random
+    directions of the output, with one backward for each. Fused attention stays on, and the
+    attention of the images is computed one layer at a time. First order can be far from the exact
+    cost, see :func:`head_costs`.
 
     Args:
         model: Model as for :func:`ablate`. It runs in eval mode.
         images: Images to evaluate: a batch, several, pairs with a target, or pictures.
-        loss: None; the classes of all images, for the cross entropy; or a function (output, target) that returns the
-            loss of each image, (B,), where the target is the second item of a loader's pair, or None.
+        loss: None; the classes of all images, for the cross entropy; or a function (output, target)
+            that returns the loss of each image, (B,), where the target is the second item of a
+            loader's pair, or None.
         modes: Modes of :func:`ablate` that edit the outputs of heads.
         heads: Heads as for :func:`ablate`.
-        reference: Images over which attention is averaged; None for ``images``, of which each has a share of one over
-            their number in the mean, so that the cost of "static" is too small by this share.
+        reference: Images over which attention is averaged; None for ``images``, of which each has a
+            share of one over their number in the mean, so that the cost of "static" is too small by
+            this share.
         radius: Distance for modes "local" and "distant".
-        queries: "patches" to leave class and register tokens as queries their own attention in all modes, so that the
-            rungs can be compared; None to ablate all queries in modes "zero", "mean" and "static". In the last layer of
-            a model that reads its class token only, ablated patches cost nothing.
-        directions: Number of random directions. The standard error of the cost of a head for one image is about one
-            over the root of twice their number, 25 % for 8.
+        queries: "patches" to leave class and register tokens as queries their own attention in all
+            modes, so that the rungs can be compared; None to ablate all queries in modes "zero",
+            "mean" and "static". In the last layer of a model that reads its class token only,
+            ablated patches cost nothing.
+        directions: Number of random directions. The standard error of the cost of a head for one
+            image is about one over the root of twice their number, 25 % for 8.
         seed: Seed of the directions.
         batch_size: Largest number of images that run at once.
         progress: Whether to show a progress bar; None to show it on a terminal after some seconds.
 
     Returns:
-        Costs, dims (mode, layer, head, image), for means and :func:`tcnn_probe.evaluation.mean_interval`; NaN where a
-        layer cannot be ablated in a mode.
+        Costs, dims (mode, layer, head, image), for means and
+        :func:`tcnn_probe.evaluation.mean_interval`; NaN where a layer cannot be ablated in a mode.
 
     Raises:
         TypeError, ValueError: The arguments are not as above.
@@ -132,7 +138,9 @@ def _changes(rungs: Rungs, batch: Batch, measure: Measure) -> np.ndarray:
 def _squares(
     rungs: Rungs, batch: Batch, directions: int, generator: torch.Generator, bar: Any
 ) -> np.ndarray:
-    """Return the mean over random directions r of the square of <r, J d>, (modes, layers, heads, B)."""
+    """Return the mean over random directions r of the square of <r, J d>, (modes, layers, heads,
+    B).
+    """
     with _Watches(rungs, batch) as watches:
         outputs = outputs_of(watches.output, len(batch.images))
         squares = []
@@ -160,7 +168,8 @@ class _Watches:
 
     def __init__(self, rungs: Rungs, batch: Batch) -> None:
         self._table = rungs.table(len(batch.images))
-        # The gradient with respect to the images passes through all layers, also if parameters are frozen.
+        # The gradient with respect to the images passes through all layers, also if parameters are
+        # frozen.
         self._images = batch.images.detach().clone().requires_grad_()
         self._watches: dict[nn.Module, _Watch] = {}
         for mode, entries in rungs.entries.items():
@@ -183,11 +192,11 @@ class _Watches:
         del self.output
 
     def changes(self, total: Tensor, *, is_last: bool = True) -> np.ndarray:
-        """Return <gradient of a sum over images, d> of all heads and modes, (modes, layers, heads, B)."""
+        """Return <gradient of a sum over images, d> of all heads and modes, (modes, layers, heads,
+        B).
+        """
         self._table.values[:] = np.nan
-        torch.autograd.grad(
-            total, self._images, retain_graph=not is_last, allow_unused=True
-        )
+        torch.autograd.grad(total, self._images, retain_graph=not is_last, allow_unused=True)
         for watch in self._watches.values():
             if watch.objection:
                 layers = [layer for _, layer in watch.entries]
@@ -212,9 +221,7 @@ class _Watch(HeadListener):
         add: Function that takes the products of gradients and changes.
     """
 
-    def __init__(
-        self, layer: str, add: Callable[[Mode, str, list[int], Tensor], None]
-    ) -> None:
+    def __init__(self, layer: str, add: Callable[[Mode, str, list[int], Tensor], None]) -> None:
         self.entries: dict[tuple[Mode, str], Ablated] = {}
         self.layer = layer
         self.objection = ""
@@ -236,7 +243,8 @@ class _Watch(HeadListener):
     ) -> Tensor:
         changes: dict[tuple[Mode, str], Tensor] = {}
         before = outputs.detach()
-        # The outputs of a softmax that is not fused are matrices of queries and keys, which are not kept.
+        # The outputs of a softmax that is not fused are matrices of queries and keys, which are not
+        # kept.
         is_kept = outputs.shape[-1] != attention.keys
 
         @torch.no_grad()
@@ -267,9 +275,7 @@ class _Watched(torch.autograd.Function):
     """The identity, which passes its gradient to a function."""
 
     @staticmethod
-    def forward(
-        context: Any, outputs: Tensor, receive: Callable[[Tensor], None]
-    ) -> Tensor:
+    def forward(context: Any, outputs: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         context.receive = receive
         return outputs.view_as(outputs)
 

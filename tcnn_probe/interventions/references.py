@@ -1,4 +1,6 @@
-"""Statistics over given images, by which ablations replace attention or the terms that heads add."""
+"""Statistics over given images, by which ablations replace attention or the terms that heads
+add.
+"""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,44 +79,44 @@ class ReferenceStatistics:
             )
 
     def overlap(self, images: Tensor) -> str:
-        """Describe the bias by evaluated images that are among the given images; "" if there is none."""
+        """Describe the bias by evaluated images that are among the given images; "" if there is
+        none.
+        """
         return ""
 
     def _by_image(self, rows: Tensor, layer: str) -> Tensor:
         """Return (images * windows, ...) as (images, windows, ...)."""
         if rows.shape[0] % self.images:
             raise ValueError(
-                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images, so the rows of an image are not known"
+                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images, so the rows of an "
+                "image are not known"
             )
         return rows.unflatten(0, (self.images, -1))
 
 
 class AttentionReference(ReferenceStatistics):
-    """Attention of some heads of a layer: its mean over the given images, or the attention of each image.
+    """Attention of some heads of a layer: its mean over the given images, or the attention of each
+    image.
 
     Args:
         shuffled: Whether the attention of each image is kept, instead of the mean.
-        seed: Seed of the order in which images get this attention: a random cycle, in which no image keeps its own;
-            None for the order of the given images.
+        seed: Seed of the order in which images get this attention: a random cycle, in which no
+            image keeps its own; None for the order of the given images.
         whole: Whether the attention of gated layers is all of it, instead of its content part.
     """
 
-    def __init__(
-        self, *, shuffled: bool, seed: int | None = None, whole: bool = False
-    ) -> None:
+    def __init__(self, *, shuffled: bool, seed: int | None = None, whole: bool = False) -> None:
         super().__init__()
         self._shuffled = shuffled
         self._seed = seed
         self.whole = whole
-        # Keys are indices of the attention in the layer's call. Attention has the shape (images, or 1 for the sum or
-        # mean, windows, heads, N_query, N_key).
+        # Keys are indices of the attention in the layer's call. Attention has the shape (images, or
+        # 1 for the sum or mean, windows, heads, N_query, N_key).
         self._heads: dict[int, Sequence[int]] = {}
         self._attention: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
 
-    def add(
-        self, number: int, heads: Sequence[int], weights: Tensor, layer: str
-    ) -> None:
+    def add(self, number: int, heads: Sequence[int], weights: Tensor, layer: str) -> None:
         """Add the attention of the current batch, (images * windows, all heads, N_query, N_key)."""
         attention = self._by_image(
             # In a sum in half precision, the last images would be lost by rounding.
@@ -123,38 +125,41 @@ class AttentionReference(ReferenceStatistics):
         )
         if number in self._attention:
             attention = torch.cat([self._attention[number], attention])
-        self._attention[number] = (
-            attention if self._shuffled else attention.sum(0, keepdim=True)
-        )
+        self._attention[number] = attention if self._shuffled else attention.sum(0, keepdim=True)
         self._heads[number], self._counts[number] = (
             heads,
             self._counts.get(number, 0) + self.images,
         )
-        # If more attentions than images have passed, the layer is shared by several blocks or called in a loop.
+        # If more attentions than images have passed, the layer is shared by several blocks or
+        # called in a loop.
         if self._counts[number] > self.total:
             raise ValueError(
-                f"{layer!r} is called several times for the same images: it is not known which attention to exchange "
-                f"for which"
+                f"{layer!r} is called several times for the same images: it is not known which "
+                "attention to exchange for which"
             )
 
     def finish(self, size: torch.Size | None) -> None:
-        """End the collection, and turn sums into means unless the attention of each image is kept."""
+        """End the collection, and turn sums into means unless the attention of each image is
+        kept.
+        """
         super().finish(size)
         if not self._shuffled:
             self._attention = {
-                number: total / self._counts[number]
-                for number, total in self._attention.items()
+                number: total / self._counts[number] for number, total in self._attention.items()
             }
 
     def overlap(self, images: Tensor) -> str:
-        """Describe the bias by evaluated images that are among the given images; "" if there is none."""
+        """Describe the bias by evaluated images that are among the given images; "" if there is
+        none.
+        """
         prints = fingerprints(images)
         if not self._shuffled:
             reference_prints = set(self.fingerprints)
             count = sum(fingerprint in reference_prints for fingerprint in prints)
             return (
-                f"{count} of {len(prints)} images of a forward are among images=: the mean attention that they get has "
-                "a share of their own, so that too little is lost. Take images= from others, such as the training set"
+                f"{count} of {len(prints)} images of a forward are among images=: the mean "
+                "attention that they get has a share of their own, so that too little is lost. "
+                "Take images= from others, such as the training set"
                 if count
                 else ""
             )
@@ -164,15 +169,14 @@ class AttentionReference(ReferenceStatistics):
             for place, fingerprint in enumerate(prints)
         )
         return (
-            f"{count} of {len(prints)} images of a forward get their own attention: they are among images=, at the "
-            "place that they are given. Take images= from others, or choose another seed="
+            f"{count} of {len(prints)} images of a forward get their own attention: they are among "
+            "images=, at the place that they are given. Take images= from others, or choose "
+            "another seed="
             if count and self._seed is not None  # None asks for the given order
             else ""
         )
 
-    def attention_for(
-        self, attention: Attention, heads: Sequence[int], layer: str
-    ) -> Tensor:
+    def attention_for(self, attention: Attention, heads: Sequence[int], layer: str) -> Tensor:
         """Return the attention that replaces that of some heads.
 
         Returns:
@@ -185,34 +189,29 @@ class AttentionReference(ReferenceStatistics):
             attention.keys if self.whole else attention.content_keys,
         )
         if number not in self._attention:
-            raise ValueError(
-                f"{layer!r} did not attend when attention was taken over images="
-            )
+            raise ValueError(f"{layer!r} did not attend when attention was taken over images=")
         reference = self._attention[number]
         windows, _, *size = reference.shape[1:]
         if rows % windows or size != [queries, keys]:
             raise ValueError(
-                f"expected images of the size of images=: of these {layer!r} has {windows} x {size[0]} queries and "
-                f"{size[1]} keys, and now {rows} x {queries} queries in all and {keys} keys"
+                f"expected images of the size of images=: of these {layer!r} has {windows} x "
+                f"{size[0]} queries and {size[1]} keys, and now {rows} x {queries} queries in all "
+                f"and {keys} keys"
             )
         places = [self._heads[number].index(head) for head in heads]
         if not self._shuffled:
             # (images or 1, windows, heads, N_query, N_key), of the heads in the order of the edit.
             return reference[:, :, places]
-        donors = self._order(len(reference))[
-            torch.arange(rows // windows) % len(reference)
-        ]
+        donors = self._order(len(reference))[torch.arange(rows // windows) % len(reference)]
         return reference[donors.to(reference.device)][:, :, places]
 
     def _order(self, images: int) -> Tensor:
         """Return the image whose attention each image gets."""
         order = torch.arange(images)
         if self._seed is not None:
-            cycle = torch.randperm(
-                images, generator=torch.Generator().manual_seed(self._seed)
-            )
-            # Each image of a single cycle gets its predecessor's attention, so none gets its own, unless there is only
-            # one.
+            cycle = torch.randperm(images, generator=torch.Generator().manual_seed(self._seed))
+            # Each image of a single cycle gets its predecessor's attention, so none gets its own,
+            # unless there is only one.
             order[cycle] = cycle.roll(1)
         return order
 
@@ -242,8 +241,9 @@ class ConvolutionReference(AttentionReference):
         first = self._visible.setdefault(number, visible[0].cpu())
         if bool((visible != first.to(visible.device)).any()):
             raise ValueError(
-                f"masks hide other keys from the queries of {layer!r} in other images, so that their mean attention is "
-                "near no convolution; give images of one size without padding"
+                f"masks hide other keys from the queries of {layer!r} in other images, so that "
+                "their mean attention is near no convolution; give images of one size without "
+                "padding"
             )
         self.places[number] = places
 
@@ -254,7 +254,9 @@ class ConvolutionReference(AttentionReference):
             self._attention[number] = self._fit(number, mean[0])[None].to(mean)
 
     def _fit(self, number: int, mean: Tensor) -> Tensor:
-        """Return convolutions, (windows, heads, N_query, N_key), of mean attention of this shape."""
+        """Return convolutions, (windows, heads, N_query, N_key), of mean attention of this
+        shape.
+        """
         places, visible = self.places[number], self._visible[number].numpy()
         patches = places.is_patch.numpy()
         index = places.offsets[patches]
@@ -282,38 +284,39 @@ class ConvolutionReference(AttentionReference):
 
 
 class TermReference(ReferenceStatistics):
-    """Means over the given images of the terms that single heads add to the output of their layer."""
+    """Means over the given images of the terms that single heads add to the output of their
+    layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def add(self, number: int, terms: Sequence[Tensor], layer: str) -> None:
-        """Add the terms of each head in one attention of the layer's call, (images * windows, ...) each."""
+        """Add the terms of each head in one attention of the layer's call, (images * windows, ...)
+        each.
+        """
         sums = [
-            self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype))
-            for term in terms
+            self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype)) for term in terms
         ]
         stacked = torch.stack(sums)
         before, count = self._sums.get(number, (torch.zeros_like(stacked), 0))
         self._sums[number] = before + stacked, count + self.images
 
-    def add_to(
-        self, output: Tensor, number: int, places: Sequence[int], layer: str
-    ) -> Tensor:
-        """Return the output, (B * windows, ...), with the mean terms of heads at some positions added."""
+    def add_to(self, output: Tensor, number: int, places: Sequence[int], layer: str) -> Tensor:
+        """Return the output, (B * windows, ...), with the mean terms of heads at some positions
+        added.
+        """
         if number not in self._sums:
-            raise ValueError(
-                f"{layer!r} did not run when means were taken over images="
-            )
+            raise ValueError(f"{layer!r} did not run when means were taken over images=")
         sums, count = self._sums[number]
         # Terms of heads add up, so that several heads are replaced at once.
         mean = (sums[list(places)].sum(0) / count).to(output)
         windows = mean.shape[0]
         if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
             raise ValueError(
-                f"expected images of the size of images=: {layer!r} gave {tuple(mean.shape)} for one of these, and now "
-                f"{tuple(output.shape)} for all"
+                f"expected images of the size of images=: {layer!r} gave {tuple(mean.shape)} for "
+                f"one of these, and now {tuple(output.shape)} for all"
             )
         return (
             output + mean[0]
@@ -323,10 +326,12 @@ class TermReference(ReferenceStatistics):
 
 
 def fingerprints(images: Tensor) -> list[bytes]:
-    """Return fingerprints of images or targets (B, ...): their values at 4,096 places, or all if there are fewer."""
+    """Return fingerprints of images or targets (B, ...): their values at 4,096 places, or all if
+    there are fewer.
+    """
     values = images.detach().reshape(len(images), -1)
-    # Positions are spread evenly over channels and rows, so that crops and colour changes differ, too. They are many
-    # because drawings on a plain ground share most of their values.
+    # Positions are spread evenly over channels and rows, so that crops and colour changes differ,
+    # too. They are many because drawings on a plain ground share most of their values.
     count = min(values.shape[1], 4096)
     places = torch.arange(count, device=values.device) * values.shape[1] // count
     return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
@@ -340,7 +345,8 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
     """
     if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
         raise TypeError(
-            f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader"
+            f"expected batches of images, got single ones: {type(images).__name__}; give its "
+            "DataLoader"
         )
     if isinstance(images, Mapping | np.ndarray) or (
         not isinstance(images, Tensor) and as_pictures(images) is not None
@@ -360,21 +366,17 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
 
 
 def _as_batch(item: Any, model: nn.Module) -> Tensor:
-    """Return images, or the first item of a loader's pair; a single image of a convnet becomes a batch."""
+    """Return images, or the first item of a loader's pair; a single image of a convnet becomes a
+    batch.
+    """
     batch = item[0] if isinstance(item, (tuple, list)) and item else item
     if not isinstance(batch, Tensor) or not batch.numel():
-        got = (
-            f"shape {tuple(batch.shape)}"
-            if isinstance(batch, Tensor)
-            else type(batch).__name__
-        )
-        raise TypeError(
-            f"expected batches of images as the model takes them, got {got}"
-        )
+        got = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+        raise TypeError(f"expected batches of images as the model takes them, got {got}")
     if batch.ndim < 2 or not batch.is_floating_point():
         raise TypeError(
-            f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
-            f"{batch.dtype} of shape {tuple(batch.shape)}"
+            "expected batches of images, floating point; of a pair (images, labels) give the "
+            f"first: got {batch.dtype} of shape {tuple(batch.shape)}"
         )
     # A model of feature maps takes (B, C, H, W); for others (B, N, C) may be a batch already.
     is_single = batch.ndim == 3 and any(

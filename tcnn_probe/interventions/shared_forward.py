@@ -17,7 +17,8 @@ __all__ = ["SharedForward"]
 class SharedForward:
     """Forwards of a model on one batch, in eval mode and without gradients.
 
-    Modules that return before a layer is called, and are called once, give their outputs of the first forward again.
+    Modules that return before a layer is called, and are called once, give their outputs of the
+    first forward again.
 
     Args:
         model: The model.
@@ -50,13 +51,17 @@ class SharedForward:
             self.output = model(images)
 
     def in_order(self, layers: Mapping[str, nn.Module]) -> list[str]:
-        """Return names of layers in the order of their calls, and last those that were not called."""
+        """Return names of layers in the order of their calls, and last those that were not
+        called.
+        """
         place = {module: number for number, module in enumerate(self._before)}
         return sorted(layers, key=lambda name: place.get(layers[name], len(place)))
 
     @contextmanager
     def until(self, layer: nn.Module) -> Iterator[None]:
-        """Share what comes before a layer in the forwards inside the ``with``. Layers have to come in order."""
+        """Share what comes before a layer in the forwards inside the ``with``. Layers have to come
+        in order.
+        """
         shared = [x for x in self._before.get(layer, []) if self._calls[x] == 1]
         self._kept = {x: kept for x, kept in self._kept.items() if x in shared}
 
@@ -66,7 +71,8 @@ class SharedForward:
 
         with _replaced_forwards(self._kept), _hooked(self._model, None, keep):
             again = self._model(self._images)
-        # A model that depends on more than what its modules return, or that is random, has nothing to share.
+        # A model that depends on more than what its modules return, or that is random, has nothing
+        # to share.
         if not _equal(again, self.output):
             self._kept = {}
         with _replaced_forwards(self._kept):
@@ -108,7 +114,5 @@ def _copied(output: Any) -> Any:
 
 
 def _equal(output: Any, other: Any) -> bool:
-    is_equal = tree_map(
-        lambda x, y: not isinstance(x, Tensor) or torch.equal(x, y), output, other
-    )
+    is_equal = tree_map(lambda x, y: not isinstance(x, Tensor) or torch.equal(x, y), output, other)
     return all(tree_leaves(is_equal))

@@ -1,4 +1,6 @@
-"""Places of tokens on the grids of attentions, which edits that depend on them need before the layers run."""
+"""Places of tokens on the grids of attentions, which edits that depend on them need before the
+layers run.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -22,9 +24,7 @@ from tcnn_probe.interventions.contributions import frozen_copy
 
 __all__ = ["GridFinder", "TokenPlaces"]
 
-_SPECIAL_QUERIES = (
-    "its only queries are class tokens or latents, which keep their attention"
-)
+_SPECIAL_QUERIES = "its only queries are class tokens or latents, which keep their attention"
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class TokenPlaces:
     """Places of the tokens of an attention, in the model's order.
 
     Args:
-        queries, keys: Row and column of each query and key, (N_query, 2) and (N_key, 2); NaN for class and register
-            tokens. Those of a window are places in the window.
+        queries, keys: Row and column of each query and key, (N_query, 2) and (N_key, 2); NaN for
+            class and register tokens. Those of a window are places in the window.
         windows: Number of windows of an image.
-        regions: Region of each token of each window, (windows, N_key): tokens in different regions are hidden from each
-            other by a shifted window's mask. None without such a mask.
+        regions: Region of each token of each window, (windows, N_key): tokens in different regions
+            are hidden from each other by a shifted window's mask. None without such a mask.
     """
 
     queries: np.ndarray
@@ -69,11 +69,15 @@ class TokenPlaces:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Index of the offset of each pair of query and key; each key off the grid is an offset of its own."""
+        """Index of the offset of each pair of query and key; each key off the grid is an offset of
+        its own.
+        """
         return offsets_of_pairs(self.queries, self.keys)[0]
 
     def within(self, radius: float) -> Tensor:
-        """Return whether the distance of each pair is at most a radius; NaN if one is off the grid."""
+        """Return whether the distance of each pair is at most a radius; NaN if one is off the
+        grid.
+        """
         difference = self.keys - self.queries[:, None]
         return torch.from_numpy(np.hypot(*np.moveaxis(difference, -1, 0)) <= radius)
 
@@ -82,7 +86,9 @@ class TokenPlaces:
         return rows.unflatten(0, (-1, self.windows))
 
     def visible(self, attention: Attention) -> Tensor | None:
-        """Return the keys that no mask hides: (images or 1, windows, N_query, N_key); None for all."""
+        """Return the keys that no mask hides: (images or 1, windows, N_query, N_key); None for
+        all.
+        """
         seen = None
         if self.regions is not None:
             regions = self.regions.to(attention.device)
@@ -98,7 +104,8 @@ class TokenPlaces:
 
 
 class GridFinder:
-    """Finds the places of all tokens of a model, for each size of its inputs, by running a copy of the model.
+    """Finds the places of all tokens of a model, for each size of its inputs, by running a copy of
+    the model.
 
     Args:
         model: The model, whose copy shares its weights.
@@ -111,7 +118,9 @@ class GridFinder:
 
     @torch.no_grad()
     def look(self, call: Call) -> None:
-        """Find the places in a call of the model that begins, unless inputs of its size were seen before."""
+        """Find the places in a call of the model that begins, unless inputs of its size were seen
+        before.
+        """
         size = tuple(tuple(x.shape[1:]) for x in input_tensors(call.inputs))
         if size not in self._found:
             places: dict[str, TokenPlaces | str] = {}
@@ -133,9 +142,7 @@ class GridFinder:
         Raises:
             RuntimeError: The layer has not run in a forward of the model on such inputs.
         """
-        name = layer.split("#")[0] + (
-            f"#{attention.number}" if attention.number else ""
-        )
+        name = layer.split("#")[0] + (f"#{attention.number}" if attention.number else "")
         # A layer that is checkpointed, or called by itself, runs outside of a forward of the model.
         size = getattr(self._running, "size", None)
         found = [self._found.get(size, {}), *reversed(self._found.values())]
@@ -148,8 +155,8 @@ class GridFinder:
         if reason:
             return reason
         raise RuntimeError(
-            f"the grid of {layer!r} with {attention.queries} queries is unknown: call the model itself, which shows "
-            f"it, before parts of it"
+            f"the grid of {layer!r} with {attention.queries} queries is unknown: call the model "
+            "itself, which shows it, before parts of it"
         )
 
 

@@ -1,4 +1,6 @@
-"""The command ``tcnn-probe look``: one model, two side by side, or a list of models, each with a page."""
+"""The command ``tcnn-probe look``: one model, two side by side, or a list of models, each with a
+page.
+"""
 
 import argparse
 import logging
@@ -59,15 +61,15 @@ def run_look(options: argparse.Namespace) -> None:
 
 
 def _split(targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into models and, from the first that is a picture or a folder without a model, photographs."""
+    """Split arguments into models and, from the first that is a picture or a folder without a
+    model, photographs.
+    """
     for place, target in enumerate(targets):
         path = Path(target)
         is_folder = path.is_dir() and not (path / "config.json").exists()
         is_picture = path.is_file() and reason_unused([path.name]) is None
         # A missing folder is the last of several arguments, and its error says so.
-        is_missing = (
-            0 < place == len(targets) - 1 and not (path / "config.json").exists()
-        )
+        is_missing = 0 < place == len(targets) - 1 and not (path / "config.json").exists()
         if is_folder or is_picture or is_missing:
             return [*targets[:place]], [*targets[place:]]
     return [*targets], []
@@ -78,8 +80,7 @@ def _listed(path: Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"--models: there is no file {path}")
     lines = [
-        line.partition("#")[0].strip()
-        for line in path.read_text(encoding="utf-8").splitlines()
+        line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()
     ]
     names = [line for line in lines if line]
     if not names:
@@ -87,28 +88,22 @@ def _listed(path: Path) -> list[str]:
     return names
 
 
-def _with_weights(
-    names: Sequence[str], options: argparse.Namespace
-) -> Iterator[tuple[str, str]]:
+def _with_weights(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield each model with its weights; several checkpoints of a single model make it several."""
     files = options.weights or []
     if not files:
-        yield from (
-            (name, "random" if options.random else "pretrained") for name in names
-        )
+        yield from ((name, "random" if options.random else "pretrained") for name in names)
     elif len(names) == 1 or len(names) == len(files):
-        yield from zip(
-            [*names] * (len(files) if len(names) == 1 else 1), files, strict=True
-        )
+        yield from zip([*names] * (len(files) if len(names) == 1 else 1), files, strict=True)
     else:
-        raise ValueError(
-            f"expected a --weights for each of {len(names)} models, got {len(files)}"
-        )
+        raise ValueError(f"expected a --weights for each of {len(names)} models, got {len(files)}")
 
 
 @contextmanager
 def _ranks(device: str | None) -> Iterator[None]:
-    """Join the processes that torchrun has started; each of them looks at a share of the photographs."""
+    """Join the processes that torchrun has started; each of them looks at a share of the
+    photographs.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return

@@ -23,15 +23,14 @@ _OF_ALL_QUERIES = ("zero", "static")
 
 
 def class_labels(model: nn.Module, paths: Sequence[Path]) -> Tensor | None:
-    """Return the classes of photographs in folders named by ImageNet's WordNet ids, for a model of its 1,000 classes.
+    """Return the classes of photographs in folders named by ImageNet's WordNet ids, for a model of
+    its 1,000 classes.
 
     None for other folders and models, whose classes are unknown.
     """
     if getattr(unwrap(model), "num_classes", None) != _IMAGENET:
         return None
-    labels = {
-        name: label for label, name in enumerate(timm.data.ImageNetInfo().label_names())
-    }
+    labels = {name: label for label, name in enumerate(timm.data.ImageNetInfo().label_names())}
     found = [labels.get(path.parent.name) for path in paths]
     known = [label for label in found if label is not None]
     return torch.tensor(known) if len(known) == len(found) else None
@@ -43,7 +42,8 @@ def costs_of_heads(
     labels: Tensor | None,
     progress: bool | None,
 ) -> tuple[Probe | None, str]:
-    """Measure the cost of every head at each rung of the ladder of :func:`tcnn_probe.ablate`, to first order.
+    """Measure the cost of every head at each rung of the ladder of :func:`tcnn_probe.ablate`, to
+    first order.
 
     Args:
         model: The model.
@@ -52,15 +52,14 @@ def costs_of_heads(
         progress: Whether to show a progress bar.
 
     Returns:
-        A probe that records the costs at a mark; None if the model cannot be ablated. And the reason for this, or what
-        the costs are.
+        A probe that records the costs at a mark; None if the model cannot be ablated. And the
+        reason for this, or what the costs are.
     """
     try:
         # Of class tokens as queries, too: a model may read these alone in its last layer.
-        costs = head_importance(
-            model, list(batches), labels, queries=None, progress=progress
-        )
-    # Models whose heads cannot be edited, or that have no gradient, are refused with many types of errors.
+        costs = head_importance(model, list(batches), labels, queries=None, progress=progress)
+    # Models whose heads cannot be edited, or that have no gradient, are refused with many types of
+    # errors.
     except Exception as error:
         return None, next(iter(str(error).splitlines()), type(error).__name__)
     means = costs.mean("image", skipna=False)
@@ -77,8 +76,7 @@ def costs_of_heads(
         row = means.sel(layer=layer).dropna("head", how="all")
         if row.sizes["head"]:
             by_layer[layer] = {
-                f"cost_{mode}": torch.from_numpy(row.sel(mode=mode).values)
-                for mode in RUNGS
+                f"cost_{mode}": torch.from_numpy(row.sel(mode=mode).values) for mode in RUNGS
             }
     names = layer_names(model)
 
@@ -98,7 +96,8 @@ def _variable(mode: str, meaning: str) -> Variable:
         HEAD,
         "1",
         f"cost of {mode}",
-        f"{meaning[0].upper()}{meaning[1:]}, if the output of the head becomes {replaced} for {queries} "
-        f"(ablate, mode={mode!r}). The exact cost can be far from it: head_costs measures it.",
+        f"{meaning[0].upper()}{meaning[1:]}, if the output of the head becomes {replaced} for "
+        f"{queries} (ablate, mode={mode!r}). The exact cost can be far from it: head_costs "
+        "measures it.",
         nan_reason="the layer cannot be ablated in this way",
     )

@@ -46,9 +46,7 @@ _SECONDS = 20
 _PAGE_MB = 5.0
 # Photographs over which costs are measured, with a backward pass for each of several directions.
 _COSTED = 16
-_JUDGED = (
-    64  # photographs whose saliency is computed, which takes several forwards of each
-)
+_JUDGED = 64  # photographs whose saliency is computed, which takes several forwards of each
 
 
 class NoAttentionError(ValueError):
@@ -80,42 +78,42 @@ def look(
         tree = tcnn_probe.look("vit_small_patch14_dinov2", "photographs", "page.html")
         tree["heads"].dataset.selectivity.isel(epoch=0).to_pandas()
 
-    The model runs once over the photographs. The recording has the anatomy of each head, the kernel of the convolution
-    inside it, signs of heads that do nothing or the same as another, and maps of some photographs. With ``path``, the
-    recording is stored beside the page, with the ending ".zarr", and what the page says with the ending ".json". A
-    process that was killed is continued when it is started again; a recording of the same weights and photographs is
-    not made again.
+    The model runs once over the photographs. The recording has the anatomy of each head, the kernel
+    of the convolution inside it, signs of heads that do nothing or the same as another, and maps of
+    some photographs. With ``path``, the recording is stored beside the page, with the ending
+    ".zarr", and what the page says with the ending ".json". A process that was killed is continued
+    when it is started again; a recording of the same weights and photographs is not made again.
 
     Args:
-        model: A module, which stays as it is; or a name: of timm or torchvision, a folder or name of Hugging Face, or
-            "module:function", which is imported and called.
+        model: A module, which stays as it is; or a name: of timm or torchvision, a folder or name
+            of Hugging Face, or "module:function", which is imported and called.
         photographs: A folder, files, or several of them; of a folder, all pictures below it.
         path: Path of the page, "page.html"; None for no files.
         weights: Weights of a named model: "pretrained", "random", or a checkpoint.
         size: Side of the images in pixels; None for the model's own.
         limit: Largest number of photographs, spread evenly over folders. Types of heads need 8.
         shown: Number of photographs whose maps the page shows.
-        masks: Folder of masks of the objects in the photographs, white on black, with the same stems.
+        masks: Folder of masks of the objects in the photographs, white on black, with the same
+            stems.
         device, dtype: Device and dtype to which a named model is moved.
         batch_size: Number of photographs at a time.
         max_mb: Largest size of the page, in 10⁶ bytes: maps are left out until it fits.
-        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal
+            or in a notebook.
 
     Returns:
-        The recording, as :func:`tcnn_probe.open` returns it, marked as epoch 0. Its attributes name the photographs.
+        The recording, as :func:`tcnn_probe.open` returns it, marked as epoch 0. Its attributes name
+        the photographs.
 
     Raises:
-        ValueError: There is no such model, or it has no attention; there are no photographs, or none can be read.
+        ValueError: There is no such model, or it has no attention; there are no photographs, or
+            none can be read.
         FileNotFoundError: There is no such file or folder.
         TypeError: ``model`` is neither a module nor a name, or a module is to be moved.
     """
-    subject = _Subject.of(
-        model, photographs, weights, size, limit, shown, masks, device, dtype
-    )
+    subject = _Subject.of(model, photographs, weights, size, limit, shown, masks, device, dtype)
     page = None if path is None else Path(path)
-    tree = _recording(
-        subject, page, whole_number(batch_size, "batch_size", 1), progress
-    )
+    tree = _recording(subject, page, whole_number(batch_size, "batch_size", 1), progress)
     if page is not None and _is_first_rank():
         _write_page({subject.name: tree}, page, subject, max_mb)
     return tree
@@ -163,7 +161,9 @@ def file_name(name: str) -> str:
 def _recording(
     subject: "_Subject", page: Path | None, batch_size: int, progress: bool | None
 ) -> xr.DataTree:
-    """Return the recording beside a page if it is of the same model and photographs, else make it."""
+    """Return the recording beside a page if it is of the same model and photographs, else make
+    it.
+    """
     store = None if page is None else page.with_suffix(".zarr")
     tree = None if store is None else _earlier(store, subject.key())
     return _measure(subject, store, batch_size, progress) if tree is None else tree
@@ -172,18 +172,16 @@ def _recording(
 def _write_page(
     trees: Mapping[str, xr.DataTree], path: Path, subject: "_Subject", max_mb: float
 ) -> None:
-    """Write the page of recordings of the same photographs, and beside it what the page says, in JSON."""
+    """Write the page of recordings of the same photographs, and beside it what the page says, in
+    JSON.
+    """
     shown = subject.paths[: subject.shown]
     images = (
-        prepare_pixels([read_picture(path) for path in shown], subject.config)
-        if shown
-        else None
+        prepare_pixels([read_picture(path) for path in shown], subject.config) if shown else None
     )
     page = report(dict(trees), images=images, max_mb=max_mb)
     page.save(path)
-    Report(json.dumps(page.facts, indent=1, ensure_ascii=False)).save(
-        path.with_suffix(".json")
-    )
+    Report(json.dumps(page.facts, indent=1, ensure_ascii=False)).save(path.with_suffix(".json"))
 
 
 @dataclass(frozen=True)
@@ -231,21 +229,20 @@ class _Subject:
         elif isinstance(model, nn.Module):
             if device is not None or dtype is not None:
                 raise TypeError(
-                    "device= and dtype= are for models that are given by name: move your model yourself"
+                    "device= and dtype= are for models that are given by name: move your model "
+                    "yourself"
                 )
             facts = provenance(model)
             name = facts.get("model_architecture", facts["model_class"])
             network, config = model, find_preparation(model, size)
         else:
-            raise TypeError(
-                f"expected a torch.nn.Module or a name, got {type(model).__name__}"
-            )
+            raise TypeError(f"expected a torch.nn.Module or a name, got {type(model).__name__}")
         config = dict(config)
         height, width = config["input_size"][1:]
         if config.pop("guessed", False):
             warnings.warn(
-                f"how {name} takes pictures is unknown: they are cropped to {height} x {width} pixels and normalised "
-                "by ImageNet's mean and standard deviation",
+                f"how {name} takes pictures is unknown: they are cropped to {height} x {width} "
+                "pixels and normalised by ImageNet's mean and standard deviation",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -254,9 +251,7 @@ class _Subject:
         about = {
             "finished": True,
             "model": name,
-            "weights_from": "a module"
-            if isinstance(model, nn.Module)
-            else Path(weights).name,
+            "weights_from": "a module" if isinstance(model, nn.Module) else Path(weights).name,
             "photographs": [chosen.names[path] for path in paths],
             # A page that is sent alone says whose masks they are.
             **({} if masks is None else {"masks_from": Path(masks).name}),
@@ -268,9 +263,7 @@ class _Subject:
 
     def key(self) -> str:
         """Return a hash of all that the numbers depend on."""
-        dtype = next(
-            (str(parameter.dtype) for parameter in self.model.parameters()), ""
-        )
+        dtype = next((str(parameter.dtype) for parameter in self.model.parameters()), "")
         files = [*self.paths, *self.masks.values()]
         facts = (
             weights_fingerprint(self.model), dtype, sorted(map(str, self.config.items())),
@@ -279,7 +272,9 @@ class _Subject:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def of_rank(self) -> Sequence[Path]:
-        """Return the photographs of this process, of several the share of its rank; rank 0 has those with maps."""
+        """Return the photographs of this process, of several the share of its rank; rank 0 has
+        those with maps.
+        """
         if not _is_distributed():
             return self.paths
         others = self.paths[self.shown :]
@@ -298,12 +293,13 @@ class _Subject:
             self.model(images)
         except ReconstructionError:
             raise
-        # Models raise all kinds of errors for images of another size, or for inputs that are lacking.
+        # Models raise all kinds of errors for images of another size, or for inputs that are
+        # lacking.
         except Exception as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
-                f"{self.name} does not take images of shape {tuple(images.shape)} (size=, --size sets another): "
-                f"{reason}"
+                f"{self.name} does not take images of shape {tuple(images.shape)} (size=, --size "
+                f"sets another): {reason}"
             ) from error
 
     def masks_of(self, paths: Sequence[Path]) -> Tensor:
@@ -405,7 +401,9 @@ def _costs_of(
 def _objects_of(
     subject: _Subject,
 ) -> tuple[Objects | None, str, Callable[[Sequence[Path]], Tensor | None]]:
-    """Return the probe of attention on objects, why there is none, and a function that says where objects are."""
+    """Return the probe of attention on objects, why there is none, and a function that says where
+    objects are.
+    """
     if subject.masks:
         meaning = f"the masks in {subject.about['masks_from']!r}"
         return Objects(meaning), "", subject.masks_of
@@ -423,13 +421,17 @@ def _objects_of(
 
 
 def _unfinished(store: Path) -> Path:
-    """Return the file of what a process has measured before it was killed; each rank has its own."""
+    """Return the file of what a process has measured before it was killed; each rank has its
+    own.
+    """
     rank = f".rank{dist.get_rank()}" if _is_distributed() else ""
     return store.with_suffix(f"{rank}.unfinished")
 
 
 def _continue(recorder: Recorder, unfinished: Path, key: str) -> int:
-    """Take up what an earlier process has measured of the same photographs, and return their number."""
+    """Take up what an earlier process has measured of the same photographs, and return their
+    number.
+    """
     if not unfinished.exists():
         return 0
     kept = continue_measuring(recorder, unfinished, lambda about: about[0] == key)
@@ -437,12 +439,10 @@ def _continue(recorder: Recorder, unfinished: Path, key: str) -> int:
 
 
 def _without_attention(name: str, recorder: Recorder) -> str:
-    reasons = "; ".join(
-        f"{layer}: {reason}" for layer, reason in recorder.unsupported.items()
-    )
+    reasons = "; ".join(f"{layer}: {reason}" for layer, reason in recorder.unsupported.items())
     if reasons:
         return f"no attention of {name} can be recorded: {reasons}"
     return (
-        f"{name} has no attention; if it is a CNN, tcnn_model.reparameterize turns its convolutions into attention "
-        "heads that compute the same (docs/transformed_cnns.md)"
+        f"{name} has no attention; if it is a CNN, tcnn_model.reparameterize turns its "
+        "convolutions into attention heads that compute the same (docs/transformed_cnns.md)"
     )

@@ -1,4 +1,6 @@
-"""Models by the names that libraries give them, with their weights, and how each of them takes photographs."""
+"""Models by the names that libraries give them, with their weights, and how each of them takes
+photographs.
+"""
 
 import difflib
 import importlib
@@ -45,13 +47,16 @@ def find_model(
     """Return a model by its name, and how it takes photographs, as :func:`find_preparation` does.
 
     Args:
-        name: A name of timm or torchvision; a folder or name of Hugging Face's hub, or with random weights a type of
-            model of transformers, such as "dinov2"; or "module:function", which is imported and called.
-        weights: "pretrained", "random", or a checkpoint for a model of timm or torchvision, from which no code runs.
+        name: A name of timm or torchvision; a folder or name of Hugging Face's hub, or with random
+            weights a type of model of transformers, such as "dinov2"; or "module:function", which
+            is imported and called.
+        weights: "pretrained", "random", or a checkpoint for a model of timm or torchvision, from
+            which no code runs.
         size: Side of the images in pixels; None for the model's own.
 
     Raises:
-        ValueError: No library has this name; its weights cannot be had, or do not fit; or the function returns none.
+        ValueError: No library has this name; its weights cannot be had, or do not fit; or the
+            function returns none.
     """
     if ":" in name and not Path(name).exists() and not name.startswith("hf-hub:"):
         model = _from_function(name)
@@ -63,9 +68,7 @@ def find_model(
     if timm.is_model(name) or name.startswith("hf-hub:"):
         options = {} if size is None else {"img_size": size}
         if weights in ("pretrained", "random"):
-            model = create_timm_model(
-                name, pretrained=weights == "pretrained", **options
-            )
+            model = create_timm_model(name, pretrained=weights == "pretrained", **options)
         else:
             model = with_weights(name, str(weights), **options)
         return model, find_preparation(model, size)
@@ -87,9 +90,7 @@ def _from_function(name: str) -> nn.Module:
         ) from error
     model = function()
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"expected {name} to return a torch.nn.Module, got {type(model).__name__}"
-        )
+        raise ValueError(f"expected {name} to return a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
@@ -127,8 +128,8 @@ def _create(name: str, **options: Any) -> nn.Module:
 
 def _no_weights(name: str, error: Exception) -> ValueError:
     return ValueError(
-        f"no weights of {name} could be downloaded: give their file (--weights FILE), or use random ones "
-        f"(--random): {_first_line(error)}"
+        f"no weights of {name} could be downloaded: give their file (--weights FILE), or use "
+        f"random ones (--random): {_first_line(error)}"
     )
 
 
@@ -137,9 +138,11 @@ def _first_line(error: Exception) -> str:
 
 
 def with_weights(name: str, path: str, **options: Any) -> nn.Module:
-    """Return a model of timm with the weights and the classes of a file, without running code from the file.
+    """Return a model of timm with the weights and the classes of a file, without running code from
+    the file.
 
-    The file may hold a larger model that has this one as a part, such as "backbone", and positions of another grid.
+    The file may hold a larger model that has this one as a part, such as "backbone", and positions
+    of another grid.
     """
     from timm.models import get_pretrained_cfg, load_state_dict
 
@@ -154,9 +157,7 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
         state = _of_part(state, _create(name, num_classes=0).state_dict())
         bias = state.get(f"{first}.bias")
         model = _create(name, num_classes=0 if bias is None else len(bias), **options)
-        resize = getattr(
-            sys.modules[type(model).__module__], "checkpoint_filter_fn", None
-        )
+        resize = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         if resize is not None and "pos_embed" in state:
             state = resize(state, model)
         model.load_state_dict(
@@ -165,19 +166,18 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
                 for key, value in state.items()
             }
         )
-    except (
-        Exception
-    ) as error:  # torch and safetensors raise many types for damaged files
+    except Exception as error:  # torch and safetensors raise many types for damaged files
         raise ValueError(
-            f"{path} is damaged, or holds more than weights, or those of another model: {_first_line(error)}"
+            f"{path} is damaged, or holds more than weights, or those of another model: "
+            f"{_first_line(error)}"
         ) from error
     return model
 
 
-def _of_part(
-    state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the weights under the first prefix that has all expected names; those of a whole file as they are."""
+def _of_part(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights under the first prefix that has all expected names; those of a whole file
+    as they are.
+    """
     for prefix in _PREFIXES:
         if {prefix + key for key in expected} <= state.keys():
             if not prefix:
@@ -238,12 +238,11 @@ def _load(model: nn.Module, path: Path) -> None:
 
             model.load_state_dict(load_file(path))
         else:
-            model.load_state_dict(
-                torch.load(path, weights_only=True, map_location="cpu")
-            )
+            model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
     except Exception as error:
         raise ValueError(
-            f"{path} is damaged, or holds more than weights, or those of another model: {_first_line(error)}"
+            f"{path} is damaged, or holds more than weights, or those of another model: "
+            f"{_first_line(error)}"
         ) from error
 
 
@@ -257,33 +256,27 @@ def _from_transformers(
         raise unknown from None
     if weights not in ("pretrained", "random"):
         raise ValueError(
-            f"--weights is for models of timm and torchvision; a folder of Hugging Face has its own: {name}"
+            "--weights is for models of timm and torchvision; a folder of Hugging Face has its "
+            f"own: {name}"
         )
     from_hub = "/" in name or Path(name).is_dir()
-    if not from_hub and not (
-        weights == "random" and name in transformers.CONFIG_MAPPING
-    ):
+    if not from_hub and not (weights == "random" and name in transformers.CONFIG_MAPPING):
         raise unknown
     try:
         if weights == "pretrained":
             model = transformers.AutoModel.from_pretrained(name)
         else:
             config = transformers.AutoConfig
-            config = (
-                config.from_pretrained(name) if from_hub else config.for_model(name)
-            )
+            config = config.from_pretrained(name) if from_hub else config.for_model(name)
             model = transformers.AutoModel.from_config(config)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} is no folder or name of a model of Hugging Face that can be loaded: {_first_line(error)}"
+            f"{name} is no folder or name of a model of Hugging Face that can be loaded: "
+            f"{_first_line(error)}"
         ) from error
-    model = getattr(
-        model, "vision_model", model
-    )  # of models of images and text, such as CLIP
+    model = getattr(model, "vision_model", model)  # of models of images and text, such as CLIP
     try:
-        processor = (
-            transformers.AutoImageProcessor.from_pretrained(name) if from_hub else None
-        )
+        processor = transformers.AutoImageProcessor.from_pretrained(name) if from_hub else None
     except (OSError, ValueError):  # a folder of weights alone
         processor = None
     return model, find_preparation(model, size) | _of_processor(processor, size)
@@ -326,25 +319,23 @@ def _unknown(name: str) -> ValueError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ValueError(
-        f"no model {name!r}: expected a name of timm or torchvision, a folder or name of Hugging Face, or "
-        f"module:function{hint}"
+        f"no model {name!r}: expected a name of timm or torchvision, a folder or name of Hugging "
+        f"Face, or module:function{hint}"
     )
 
 
 def find_preparation(model: nn.Module, size: int | None = None) -> dict[str, Any]:
     """Return the options of timm's transform with which a model takes photographs.
 
-    Those of timm's models are known. For other models, the attribute ``pretrained_cfg`` gives them, as in timm, or the
-    photographs are resized to the model's own size, or 224 pixels, and normalised by ImageNet's mean and standard
-    deviation, and "guessed" is among the options.
+    Those of timm's models are known. For other models, the attribute ``pretrained_cfg`` gives them,
+    as in timm, or the photographs are resized to the model's own size, or 224 pixels, and
+    normalised by ImageNet's mean and standard deviation, and "guessed" is among the options.
     """
     network = unwrap(model)
     if getattr(network, "pretrained_cfg", None):
         config = preparation(model)
         channels = config["input_size"][0]
-        return (
-            config if size is None else config | {"input_size": (channels, size, size)}
-        )
+        return config if size is None else config | {"input_size": (channels, size, size)}
     places = [
         getattr(network, "config", None),
         network,

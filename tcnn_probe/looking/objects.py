@@ -1,4 +1,6 @@
-"""How much of each head's attention lies on objects: in masks, or else where the model's own saliency is high."""
+"""How much of each head's attention lies on objects: in masks, or else where the model's own
+saliency is high.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -23,8 +25,8 @@ class Objects:
     """Masks of the photographs of a forward, and the probe that compares attention with them.
 
     Attributes:
-        masks: Masks of the next forward's images, (B, H, W), 0 for images without one, or None for no masks; set them
-            before the forward.
+        masks: Masks of the next forward's images, (B, H, W), 0 for images without one, or None for
+            no masks; set them before the forward.
         meaning: What the masks are.
         probe: The probe, for ``record``.
 
@@ -35,7 +37,10 @@ class Objects:
     def __init__(self, meaning: str) -> None:
         self.masks: Tensor | None = None
         self.meaning = meaning
-        share = f"sum_j a_j m_j / sum_j a_j over the patches j, for the share m_j of patch j in {meaning}"
+        share = (
+            "sum_j a_j m_j / sum_j a_j over the patches j, for the share m_j of patch j in "
+            f"{meaning}"
+        )
         self.probe = Probe(
             "objects",
             {
@@ -43,19 +48,22 @@ class Objects:
                     HEAD,
                     "1",
                     "attention on objects",
-                    f"{share}, and the mean a_j over queries of A_ij. Compare with object_area. {_MEAN}",
+                    f"{share}, and the mean a_j over queries of A_ij. Compare with object_area. "
+                    f"{_MEAN}",
                 ),
                 "class_object_attention": Variable(
                     HEAD,
                     "1",
                     "class token's attention on objects",
-                    f"{share}, and the attention a_j of the class token. Compare with object_area. {_MEAN}",
+                    f"{share}, and the attention a_j of the class token. Compare with object_area. "
+                    f"{_MEAN}",
                 ),
                 "object_area": Variable(
                     ("layer",),
                     "1",
                     "area of objects",
-                    f"Share of the image in {meaning}: what attention on objects is by chance. {_MEAN}",
+                    f"Share of the image in {meaning}: what attention on objects is by chance. "
+                    f"{_MEAN}",
                 ),
             },
             attention=self._measure,
@@ -65,9 +73,7 @@ class Objects:
         if attention.map_size is None:
             raise NotMeasuredError(attention.layout.reason or "its grid is unknown")
         if attention.windows > 1:
-            raise NotMeasuredError(
-                "it attends in windows, each of which has a share of its own"
-            )
+            raise NotMeasuredError("it attends in windows, each of which has a share of its own")
         if self.masks is None:
             return {}
         if not attention.shows_batch:
@@ -78,28 +84,22 @@ class Objects:
         has_mask = on_patches.amax((1, 2)) > 0
         on_patches = on_patches[has_mask]
         rows = attention.content_rows() if attention.gate is None else None
-        received = (
-            attention.received(range(attention.images))
-            if rows is None
-            else rows.received
-        )
+        received = attention.received(range(attention.images)) if rows is None else rows.received
         measured = {
-            "object_attention": _share(
-                attention.on_grid(received[has_mask, 0]), on_patches
-            ),
+            "object_attention": _share(attention.on_grid(received[has_mask, 0]), on_patches),
             "object_area": on_patches.mean((1, 2)),
         }
         query = attention.class_query
         if query is not None:
             row = attention.weights(slice(query, query + 1))[has_mask, 0, :, 0]
-            measured["class_object_attention"] = _share(
-                attention.on_grid(row), on_patches
-            )
+            measured["class_object_attention"] = _share(attention.on_grid(row), on_patches)
         return measured
 
 
 def _share(maps: Tensor, masks: Tensor) -> Tensor:
-    """Return the share of maps (B, heads, height, width) inside masks (B, height, width): (B, heads)."""
+    """Return the share of maps (B, heads, height, width) inside masks (B, height, width): (B,
+    heads).
+    """
     inside = (maps * masks[:, None]).sum((2, 3))
     return inside / maps.sum((2, 3))
 
@@ -120,7 +120,9 @@ def why_no_saliency(model: nn.Module, images: Tensor) -> str:
 
 @torch.enable_grad()
 def salient_quarter(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the quarter of each image's pixels in which Grad-CAM is highest, (B, H, W); nothing of a constant map."""
+    """Return the quarter of each image's pixels in which Grad-CAM is highest, (B, H, W); nothing of
+    a constant map.
+    """
     with warnings.catch_warnings():
         # Of maps that show nothing; they do not count.
         warnings.simplefilter("ignore", RuntimeWarning)

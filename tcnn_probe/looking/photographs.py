@@ -1,4 +1,6 @@
-"""Photographs of a user: files of folders, spread over their subfolders, and how a model takes them."""
+"""Photographs of a user: files of folders, spread over their subfolders, and how a model takes
+them.
+"""
 
 import os
 from collections import Counter
@@ -44,8 +46,7 @@ class Photographs:
         if len(self.available) == 1:
             return text
         counts = [
-            f"{folder.name} {chosen[folder]}"
-            + f" of {count}" * (chosen[folder] < count)
+            f"{folder.name} {chosen[folder]}" + f" of {count}" * (chosen[folder] < count)
             for folder, count in self.available.items()
         ]
         rest = f" and {len(counts) - 12} more folders" if len(counts) > 12 else ""
@@ -57,7 +58,8 @@ def find_photographs(sources: Paths, limit: int) -> Photographs:
 
     Args:
         sources: A folder, a file, or several of them.
-        limit: Largest number of photographs. As many are taken from each folder as from any other, if it has them.
+        limit: Largest number of photographs. As many are taken from each folder as from any other,
+            if it has them.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
@@ -70,9 +72,7 @@ def find_photographs(sources: Paths, limit: int) -> Photographs:
         if not source.exists():
             raise FileNotFoundError(f"there is no file or folder {source}")
         for path in _pictures_below(source) if source.is_dir() else [source]:
-            names[path] = path.relative_to(
-                source if source.is_dir() else path.parent
-            ).as_posix()
+            names[path] = path.relative_to(source if source.is_dir() else path.parent).as_posix()
             by_folder.setdefault(path.parent, []).append(path)
     if not by_folder:
         places = ", ".join(map(str, given)) or "an empty list"
@@ -115,13 +115,13 @@ def _why_unreadable(path: Path) -> str:
 
 def _pictures_below(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [
-        path for path in paths if reason_unused(path.relative_to(folder).parts) is None
-    ]
+    return [path for path in paths if reason_unused(path.relative_to(folder).parts) is None]
 
 
 def _shares(sizes: Sequence[int], limit: int) -> list[int]:
-    """Divide a number among folders as evenly as their sizes allow; the first folders get what is left over."""
+    """Divide a number among folders as evenly as their sizes allow; the first folders get what is
+    left over.
+    """
     shares = [0] * len(sizes)
     left = min(limit, sum(sizes))
     while left:
@@ -134,9 +134,7 @@ def _shares(sizes: Sequence[int], limit: int) -> list[int]:
     return shares
 
 
-def find_masks(
-    folder: str | os.PathLike[str], paths: Collection[Path]
-) -> dict[Path, Path]:
+def find_masks(folder: str | os.PathLike[str], paths: Collection[Path]) -> dict[Path, Path]:
     """Return the mask of each photograph that has one: the picture in a folder with the same stem.
 
     A mask in a subfolder of the name of the photograph's folder is preferred.
@@ -158,13 +156,15 @@ def find_masks(
     known = {path: mask for path, mask in masks.items() if mask is not None}
     if not known:
         raise ValueError(
-            f"--masks: no picture in {root} has the stem of a photograph, such as {next(iter(paths)).stem}"
+            f"--masks: no picture in {root} has the stem of a photograph, such as "
+            f"{next(iter(paths)).stem}"
         )
     return known
 
 
 def prepare_mask(path: Path, config: Mapping[str, Any]) -> Tensor:
-    """Return a mask as the model would see it, (H, W), bool: whether a pixel is brighter than half of white.
+    """Return a mask as the model would see it, (H, W), bool: whether a pixel is brighter than half
+    of white.
 
     Masks of two values, such as 0 and 1, are stretched first.
     """

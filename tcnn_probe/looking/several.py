@@ -1,4 +1,6 @@
-"""Many models, each with a page, and a table that leads to these; here, or on the workers of a dask cluster."""
+"""Many models, each with a page, and a table that leads to these; here, or on the workers of a dask
+cluster.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +21,11 @@ def look_at_each(
     options: Mapping[str, Any],
     scheduler: str | None = None,
 ) -> None:
-    """Look with each of several models, and write a page for each, "index.html" with a table, and "index.json".
+    """Look with each of several models, and write a page for each, "index.html" with a table, and
+    "index.json".
 
-    A model that was interrupted is continued when this runs again, and one that is complete is not measured again.
+    A model that was interrupted is continued when this runs again, and one that is complete is not
+    measured again.
 
     Args:
         models: Names of models, each with its weights.
@@ -41,34 +45,26 @@ def look_at_each(
         (*model, places, str((folder / page).resolve()), dict(options))
         for page, model in pages.items()
     ]
-    reasons = (
-        [*map(_look, tasks)]
-        if scheduler is None
-        else _look_on_cluster(tasks, scheduler)
-    )
+    reasons = [*map(_look, tasks)] if scheduler is None else _look_on_cluster(tasks, scheduler)
     results = dict(zip(pages, reasons, strict=True))
     facts = {
-        page: json.loads(
-            (folder / page).with_suffix(".json").read_text(encoding="utf-8")
-        )
+        page: json.loads((folder / page).with_suffix(".json").read_text(encoding="utf-8"))
         for page, reason in results.items()
         if reason is None
     }
-    failures = {
-        pages[page][0]: reason for page, reason in results.items() if reason is not None
-    }
+    failures = {pages[page][0]: reason for page, reason in results.items() if reason is not None}
     table = table_of_networks(facts, failures)
     table.save(folder / "index.html")
-    Report(json.dumps(table.facts, indent=1, ensure_ascii=False)).save(
-        folder / "index.json"
-    )
+    Report(json.dumps(table.facts, indent=1, ensure_ascii=False)).save(folder / "index.json")
     if failures:
         listed = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise ValueError(f"{len(failures)} of {len(models)} models failed: {listed}")
 
 
 def _page_name(models: Sequence[tuple[str, str]], number: int) -> str:
-    """Return the name of a model's page, with its checkpoint if several models have the same name."""
+    """Return the name of a model's page, with its checkpoint if several models have the same
+    name.
+    """
     name, weights = models[number]
     names = [other for other, _ in models]
     stem = name if names.count(name) == 1 else f"{name}.{Path(weights).stem}"
@@ -96,7 +92,5 @@ def _look_on_cluster(tasks: Iterable[Any], scheduler: str) -> list[str | None]:
         ) from error
     with Client(scheduler) as client:
         # Each call writes files, so that dask must not take two calls for the same.
-        results: list[str | None] = client.gather(
-            client.map(_look, [*tasks], pure=False)
-        )
+        results: list[str | None] = client.gather(client.map(_look, [*tasks], pure=False))
     return results

@@ -1,4 +1,6 @@
-"""Measurements that are not marked yet, kept in a file, so that a process that was killed can be continued."""
+"""Measurements that are not marked yet, kept in a file, so that a process that was killed can be
+continued.
+"""
 
 import os
 import pickle
@@ -45,13 +47,14 @@ def keep_measurements(recorder: "Recorder", path: Path, about: Any) -> None:
 def continue_measuring(
     recorder: "Recorder", path: Path, is_continued: Callable[[Any], bool]
 ) -> Any:
-    """Add the measurements in a file to a recorder that has measured nothing, and return what the file is about.
+    """Add the measurements in a file to a recorder that has measured nothing, and return what the
+    file is about.
 
     Args:
         recorder: The recorder.
         path: Path of the file.
-        is_continued: Function of what the file is about that returns whether it is of the same model and images; if
-            not, nothing is added, and the result is None.
+        is_continued: Function of what the file is about that returns whether it is of the same
+            model and images; if not, nothing is added, and the result is None.
 
     Raises:
         ValueError: The file is damaged, or holds something else.

@@ -1,6 +1,7 @@
 """Plots of recordings and measurements, on matplotlib's axes, from labelled arrays.
 
-Colours are those of ``OKABE_ITO``, which the colour-blind can tell apart; matplotlib's settings are left alone.
+Colours are those of ``OKABE_ITO``, which the colour-blind can tell apart; matplotlib's settings are
+left alone.
 """
 
 from tcnn_probe.plot.anatomy import anatomy

@@ -1,4 +1,6 @@
-"""Parts of the information in the attention of heads, as stacked bars by layer or as bands over a training."""
+"""Parts of the information in the attention of heads, as stacked bars by layer or as bands over a
+training.
+"""
 
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,8 @@ _STYLES = {
 
 
 def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) -> "Axes":
-    """Draw how much of each head's attention is convolution, position, key content and query-key content, in nat.
+    """Draw how much of each head's attention is convolution, position, key content and query-key
+    content, in nat.
 
     ::
 
@@ -42,15 +45,17 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
         tcnn_probe.plot.anatomy(ds.isel(epoch=-1))  # bars: the heads of each layer
         tcnn_probe.plot.anatomy(ds.sel(layer="blocks.3.attn"))  # bands: means over heads, by epoch
 
-    Of a single mark, each head is a bar, whose height is the selectivity of its attention, log keys minus entropy:
-    0 if it is even. Prefix information, a part of offset information, is drawn apart. Heads of a layer stand in the
-    order of the rest of the latter, the largest first. Of several marks, bands are means over all heads that are
-    selected. Parts that are slightly negative are drawn as 0. Where no grid is known, offset and position are drawn
-    together, hatched. Heads and layers without values are left out.
+    Of a single mark, each head is a bar, whose height is the selectivity of its attention, log keys
+    minus entropy: 0 if it is even. Prefix information, a part of offset information, is drawn
+    apart. Heads of a layer stand in the order of the rest of the latter, the largest first. Of
+    several marks, bands are means over all heads that are selected. Parts that are slightly
+    negative are drawn as 0. Where no grid is known, offset and position are drawn together,
+    hatched. Heads and layers without values are left out.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection.
-        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new figure.
+        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new
+            figure.
         legend: Draw a legend of the parts, above the axes.
 
     Returns:
@@ -66,7 +71,8 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
     parts = parts.squeeze([dim for dim in marks if dim not in along])
     if len(along) > 1:
         raise ValueError(
-            f"expected marks, layers and heads, got also {along[1:]}: choose one of each with .isel()"
+            f"expected marks, layers and heads, got also {along[1:]}: choose one of each with "
+            ".isel()"
         )
     axes = _draw_bands(parts, str(along[0]), ax) if along else _draw_bars(parts, ax)
     axes.set_ylabel("selectivity (nat)")
@@ -79,12 +85,12 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
 
 
 def _parts(ds: xr.Dataset) -> xr.DataArray:
-    """Return the parts, at least 0, with the dims ("part", ..., "layer", "head"), without layers that are all NaN."""
+    """Return the parts, at least 0, with the dims ("part", ..., "layer", "head"), without layers
+    that are all NaN.
+    """
     if not isinstance(ds, xr.Dataset):
         hint = "; of a tree, tree['heads'].dataset" * isinstance(ds, xr.DataTree)
-        raise TypeError(
-            f"expected an xarray.Dataset, a recording{hint}; got {type(ds).__name__}"
-        )
+        raise TypeError(f"expected an xarray.Dataset, a recording{hint}; got {type(ds).__name__}")
     missing = [name for name in ("selectivity", *PARTS) if name not in ds]
     if missing:
         raise ValueError(
@@ -136,9 +142,7 @@ def _draw_bars(parts: xr.DataArray, ax: "Axes | None") -> "Axes":
     x, heights = np.concatenate(places), np.concatenate(columns).T
     _stack(
         heights,
-        lambda height, bottom, style: axes.bar(
-            x, height, width=1, bottom=bottom, lw=0, **style
-        ),
+        lambda height, bottom, style: axes.bar(x, height, width=1, bottom=bottom, lw=0, **style),
     )
     label_layers(axes, centers, parts.layer.values if "layer" in parts.coords else ())
     axes.set_xlabel("layer (its heads by the convolution's share)")
@@ -153,7 +157,8 @@ def _draw_bands(parts: xr.DataArray, along: str, ax: "Axes | None") -> "Axes":
 
     def draw(height: np.ndarray, bottom: np.ndarray, style: Any) -> None:
         band = axes.fill_between(marks.values, bottom, bottom + height, lw=0, **style)
-        # As of bars, there is no margin below. Limits that are set would no longer follow other axes that share them.
+        # As of bars, there is no margin below. Limits that are set would no longer follow other
+        # axes that share them.
         band.sticky_edges.y.append(0)
 
     _stack(means, draw)

@@ -45,7 +45,8 @@ def attention_grid(
     title: str | None = None,
     figure: "AnyFigure | None" = None,
 ) -> "AnyFigure":
-    """Draw attention maps, a row for each layer and a column for each head, with σ(λ) above (T-CNN paper, Fig. 5).
+    """Draw attention maps, a row for each layer and a column for each head, with σ(λ) above (T-CNN
+    paper, Fig. 5).
 
     ::
 
@@ -54,30 +55,33 @@ def attention_grid(
         figure = tcnn_probe.plot.attention_grid(maps.center_attention, query=(4, 4), gate=gate)
         figure.savefig("maps.png")
 
-    Each map has a scale of its own, from 0 to its largest value. NaNs that pad layers of a smaller grid, or stand for
-    heads that a layer lacks, are left out.
+    Each map has a scale of its own, from 0 to its largest value. NaNs that pad layers of a smaller
+    grid, or stand for heads that a layer lacks, are left out.
 
     Args:
-        maps: Attention with the dims (layer, head, y, x), or without layer; further dims of length 1 only.
+        maps: Attention with the dims (layer, head, y, x), or without layer; further dims of length
+            1 only.
         image: Image to draw at the left, shape (C, H, W), 1 or 3 channels of any range.
-        overlay: Whether to draw each map over the image, in grey: the more attention, the more opaque its colour.
-        query: Pixel (y, x) whose attention this is, to be boxed. With an image it is a pixel of that, and in the maps
-            the box is the cell of row ``y * h // H``; else it is a pixel of the maps of each layer. Where maps have the
-            coordinates ``query_y`` and ``query_x`` of each layer, boxes in maps are there: a layer with a stride has
-            queries at some of its pixels only.
+        overlay: Whether to draw each map over the image, in grey: the more attention, the more
+            opaque its colour.
+        query: Pixel (y, x) whose attention this is, to be boxed. With an image it is a pixel of
+            that, and in the maps the box is the cell of row ``y * h // H``; else it is a pixel of
+            the maps of each layer. Where maps have the coordinates ``query_y`` and ``query_x`` of
+            each layer, boxes in maps are there: a layer with a stride has queries at some of its
+            pixels only.
         gate: Gate σ(λ) of each head, dims (layer, head), or without layer.
         col_wrap: Number of heads beside each other; further heads of a layer are in rows below.
         title: Title of the figure; None for a title with the query.
-        figure: Figure to draw on, for example one of ``figure.subfigures(3)``; None for pyplot's current figure if it
-            is empty, else a new one of fitting size.
+        figure: Figure to draw on, for example one of ``figure.subfigures(3)``; None for pyplot's
+            current figure if it is empty, else a new one of fitting size.
 
     Returns:
         The figure.
 
     Raises:
         TypeError: Maps or gates are no DataArray, or ``figure`` is no figure.
-        ValueError: A dimension is missing or too many, the query is outside or no pair of integers, the gates lack a
-            layer or head of the maps, or the image has another shape.
+        ValueError: A dimension is missing or too many, the query is outside or no pair of integers,
+            the gates lack a layer or head of the maps, or the image has another shape.
     """
     from matplotlib.figure import FigureBase
 
@@ -85,28 +89,18 @@ def attention_grid(
         raise TypeError(
             f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}"
         )
-    maps = select_dims(
-        check_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",)
-    )
+    maps = select_dims(check_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",))
     maps = maps.expand_dims("layer") if "layer" not in maps.dims else maps
     maps = maps.transpose("layer", "head", "y", "x")
     grids = [_without_padding(layer) for layer in maps.values]
-    gates = (
-        np.full(maps.shape[:2], np.nan) if gate is None else _align_gates(gate, maps)
-    )
+    gates = np.full(maps.shape[:2], np.nan) if gate is None else _align_gates(gate, maps)
     picture = None if image is None else image_array(image[None])[0]
     if overlay and picture is None:
-        raise ValueError(
-            "overlay=True needs the image: attention_grid(maps, image=...)"
-        )
+        raise ValueError("overlay=True needs the image: attention_grid(maps, image=...)")
     background = picture if overlay else None
-    sizes = (
-        [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
-    )
+    sizes = [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
     if query is not None:
-        query = check_pixel(
-            query, min(size[0] for size in sizes), min(size[1] for size in sizes)
-        )
+        query = check_pixel(query, min(size[0] for size in sizes), min(size[1] for size in sizes))
     heads = maps.shape[1]
     rows_per_layer = math.ceil(heads / col_wrap)
     rows, columns = len(grids) * rows_per_layer, math.ceil(heads / rows_per_layer)
@@ -129,9 +123,7 @@ def attention_grid(
         for head in range(heads):
             row, column = divmod(head, columns)
             panels.append(
-                canvas.add_subplot(
-                    gridspec[number * rows_per_layer + row, image_panels + column]
-                )
+                canvas.add_subplot(gridspec[number * rows_per_layer + row, image_panels + column])
             )
         _draw_heads(panels, grid, gates[number], cell, background)
         lowest |= {head: panel for head, panel in enumerate(panels) if panel.images}
@@ -152,12 +144,8 @@ def attention_grid(
             query,
             grids[0].shape[1:],
         )
-    canvas.supxlabel(
-        _CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True
-    )
-    subject = (
-        "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
-    )
+    canvas.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)
+    subject = "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
     canvas.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
     finish_grid(canvas, next(iter(lowest.values())))
     return canvas
@@ -206,9 +194,7 @@ def _draw_picture(
         draw_box(axes, row * height, column * width, height, width)
 
 
-def _cell(
-    query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]
-) -> tuple[int, int]:
+def _cell(query: tuple[int, int], size: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
     """Return the cell of a pixel, in a grid over an image of this size."""
     return query[0] * grid[0] // size[0], query[1] * grid[1] // size[1]
 
@@ -217,9 +203,7 @@ def _without_padding(maps: NDArray[Any]) -> NDArray[Any]:
     """Cut off rows and columns at the end of (head, y, x) that are NaN in every head."""
     _, rows, columns = np.nonzero(~np.isnan(maps))
     if not rows.size:
-        raise ValueError(
-            "a layer's maps are all NaN: leave it out, with .sel(layer=[...])"
-        )
+        raise ValueError("a layer's maps are all NaN: leave it out, with .sel(layer=[...])")
     return maps[:, : rows.max() + 1, : columns.max() + 1]
 
 
@@ -238,6 +222,7 @@ def _align_gates(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
             gate = gate.sel({dim: maps[dim]})
         elif gate.sizes[dim] != maps.sizes[dim]:
             raise ValueError(
-                f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got {gate.sizes[dim]}"
+                f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got "
+                f"{gate.sizes[dim]}"
             )
     return gate.transpose("layer", "head").values

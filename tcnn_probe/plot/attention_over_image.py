@@ -42,7 +42,8 @@ def attention_maps(
     scale: Literal["own", "common"] = "own",
     figure: "AnyFigure | None" = None,
 ) -> "AnyFigure":
-    """Draw attention over the image: a row for each layer, a column for each head, the query in a red box.
+    """Draw attention over the image: a row for each layer, a column for each head, the query in a
+    red box.
 
     ::
 
@@ -56,28 +57,29 @@ def attention_maps(
     Args:
         maps: Result of :func:`tcnn_probe.attention_maps`.
         image: Number of the image.
-        query: Pixel (y, x) of the image, one of the queries of the maps; "class", for the class token; or the number
-            of a query that lies on no grid (``attention_by_query``). None for the first of these pixels, the middle
-            of the image if all pixels are queries, or else the class token.
+        query: Pixel (y, x) of the image, one of the queries of the maps; "class", for the class
+            token; or the number of a query that lies on no grid (``attention_by_query``). None for
+            the first of these pixels, the middle of the image if all pixels are queries, or else
+            the class token.
         layers: Names or globs of the layers to draw; None for all that have such maps.
         heads: Numbers of the heads to draw; None for all.
         col_wrap: Number of heads beside each other; further heads of a layer are in rows below.
-        scale: "own" for a scale of each map, from 0 to its largest value; "common" to compare maps, from 0 to the
-            largest value of all.
-        figure: Figure to draw on; None for pyplot's current figure if it is empty, else a new one of fitting size.
+        scale: "own" for a scale of each map, from 0 to its largest value; "common" to compare maps,
+            from 0 to the largest value of all.
+        figure: Figure to draw on; None for pyplot's current figure if it is empty, else a new one
+            of fitting size.
 
     Returns:
         The figure.
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The maps have no such image, query, layer or head, or are of videos; or an option is out of range.
+        ValueError: The maps have no such image, query, layer or head, or are of videos; or an
+            option is out of range.
     """
     check_maps(maps)
     if not 0 <= image < maps.sizes["image"]:
-        raise ValueError(
-            f"expected one of {maps.sizes['image']} images, from 0, got {image!r}"
-        )
+        raise ValueError(f"expected one of {maps.sizes['image']} images, from 0, got {image!r}")
     if scale not in ("own", "common") or col_wrap < 1:
         raise ValueError(
             f"expected scale 'own' or 'common' and col_wrap from 1, got {scale!r} and {col_wrap!r}"
@@ -135,9 +137,7 @@ def check_maps(maps: object) -> None:
     if not isinstance(maps, xr.DataTree):
         raise TypeError(f"{expected}, got {type(maps).__name__}")
     if "input" not in maps:
-        raise TypeError(
-            f"{expected} as a whole, with its input; got a part of it, or another tree"
-        )
+        raise TypeError(f"{expected} as a whole, with its input; got a part of it, or another tree")
     dims = {dim for node in maps.subtree for dim in node.dims}
     frames = sorted({"input_frame", "query_frame", "frame"} & dims)
     if frames:
@@ -155,7 +155,9 @@ def _columns(heads: int, col_wrap: int) -> int:
 def _check_query(
     maps: xr.DataTree, query: Any, size: tuple[int, int]
 ) -> str | int | tuple[int, int]:
-    """Return the query as a pixel, "class" or a number; raise ValueError if there are no maps from it."""
+    """Return the query as a pixel, "class" or a number; raise ValueError if there are no maps from
+    it.
+    """
     datasets = [node.dataset for node in maps.children.values()]
     arrays = [ds["attention"] for ds in datasets if "attention" in ds]
     counts = [ds.sizes["query"] for ds in datasets if "attention_by_query" in ds]
@@ -199,15 +201,11 @@ def _rows(
     names = [layer for layer in json.loads(maps.attrs["layers"]) if layer in by_layer]
     for glob in globs:
         if not isinstance(glob, str) or not fnmatch.filter(names, glob):
-            raise ValueError(
-                f"no such maps of the layer {glob!r}; there are of {sorted(by_layer)}"
-            )
+            raise ValueError(f"no such maps of the layer {glob!r}; there are of {sorted(by_layer)}")
     if not by_layer:
         raise ValueError("there is no class token in these maps")
     if globs:
-        names = [
-            name for name in names if any(fnmatch.fnmatch(name, glob) for glob in globs)
-        ]
+        names = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in globs)]
     rows = [by_layer[name] for name in names]
     if heads is not None:
         numbers = [heads] if isinstance(heads, int) else heads
@@ -217,9 +215,7 @@ def _rows(
     return rows
 
 
-def _maps_from(
-    ds: xr.Dataset, query: str | int | tuple[int, int]
-) -> xr.DataArray | None:
+def _maps_from(ds: xr.Dataset, query: str | int | tuple[int, int]) -> xr.DataArray | None:
     """Select the maps of a query, (layer, head, y, x); None without such maps in a node."""
     if isinstance(query, str):
         return ds.get("class_attention")
@@ -244,7 +240,9 @@ def _query_pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
 
 
 def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
-    """Select the attention of a pixel, (layer, head, y, x), with the pixel's cell among the keys as coordinates."""
+    """Select the attention of a pixel, (layer, head, y, x), with the pixel's cell among the keys as
+    coordinates.
+    """
     if "query" in attention.dims:
         return attention.isel(query=_query_pixels(attention).index(query))
     keys, cells = {}, {}
@@ -252,16 +250,16 @@ def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArr
         key = int(np.abs(attention[f"pixel_{dim}"].values - pixel).argmin())
         keys[f"query_{dim}"] = key
         # Keys of pooling attention have a coarser or finer grid than queries, over the same image.
-        cells[f"query_{dim}"] = (
-            key * attention.sizes[f"query_{dim}"] // attention.sizes[dim]
-        )
+        cells[f"query_{dim}"] = key * attention.sizes[f"query_{dim}"] // attention.sizes[dim]
     return attention.isel(cells, drop=True).assign_coords(keys)
 
 
 def _draw_map(
     axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, largest: float | None
 ) -> None:
-    """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of their fields."""
+    """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of
+    their fields.
+    """
     # In grey, so that all colour is attention.
     draw_image(axes, picture.mean(0, keepdims=True))
     largest = float(np.nanmax(maps.values)) if largest is None else largest
@@ -276,7 +274,8 @@ def _draw_map(
         extent=extent,
         vmin=0,
         vmax=1,
-        # Never fully opaque, so that the image shows through; never fully transparent, so that the map's extent shows.
+        # Never fully opaque, so that the image shows through; never fully transparent, so that the
+        # map's extent shows.
         alpha=0.35 + 0.6 * share,
     )
 
@@ -295,7 +294,9 @@ def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
 
 
 def first_cell(maps: xr.DataArray | xr.Dataset, dim: str) -> tuple[float, float]:
-    """Return the edge of the first cell along a side of the image, and its length; pixel n is from n to n + 1."""
+    """Return the edge of the first cell along a side of the image, and its length; pixel n is from
+    n to n + 1.
+    """
     centres = maps[f"pixel_{dim}"].values
     spacing = (
         float(centres[1] - centres[0])

@@ -1,4 +1,6 @@
-"""A variable of heads against the depth of their layers (Dosovitskiy et al. 2021, arXiv 2010.11929, Fig. 7)."""
+"""A variable of heads against the depth of their layers (Dosovitskiy et al. 2021, arXiv 2010.11929,
+Fig. 7).
+"""
 
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,8 @@ def depth(
     uniform: xr.DataArray | None = None,
     legend: bool = True,
 ) -> "Axes":
-    """Draw each head as a point, by layer, as Fig. 7 of the vision transformer's paper does with attention distances.
+    """Draw each head as a point, by layer, as Fig. 7 of the vision transformer's paper does with
+    attention distances.
 
     ::
 
@@ -40,9 +43,11 @@ def depth(
 
     Args:
         values: Recorded variable of one mark, with the dims (layer, head).
-        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new figure.
-        uniform: Value of uniform attention in each layer, drawn as a dashed line, such as ``ds.uniform_entropy`` for
-            entropies. None for that of ``attention_distance``, which has the coordinate ``uniform_distance``.
+        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new
+            figure.
+        uniform: Value of uniform attention in each layer, drawn as a dashed line, such as
+            ``ds.uniform_entropy`` for entropies. None for that of ``attention_distance``, which has
+            the coordinate ``uniform_distance``.
         legend: Draw a legend, above the axes.
 
     Returns:
@@ -50,7 +55,8 @@ def depth(
 
     Raises:
         TypeError: The values are no DataArray.
-        ValueError: There is no dimension "layer" or "head", there are several marks, or all values are NaN.
+        ValueError: There is no dimension "layer" or "head", there are several marks, or all values
+            are NaN.
     """
     values = select_dims(check_array(values, "values"), "values", ("layer", "head"))
     values = values.transpose("layer", "head").dropna("layer", how="all")
@@ -77,9 +83,7 @@ def depth(
         level = select_dims(check_array(uniform, "uniform"), "uniform", ("layer",))
         level = level.sel(layer=values.layer) if "layer" in values.coords else level
         axes.plot(x, level, ls="--", color="0.5", label="uniform attention")
-    label_layers(
-        axes, x.tolist(), values.layer.values if "layer" in values.coords else ()
-    )
+    label_layers(axes, x.tolist(), values.layer.values if "layer" in values.coords else ())
     axes.set_ylabel(axis_label(values))
     # The axis begins at 0. Limits that are set would no longer follow other axes that share them.
     axes.update_datalim([(0, 0)])

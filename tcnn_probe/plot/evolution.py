@@ -32,7 +32,8 @@ def evolution(
     ls: str = "-",
     legend: bool | Literal["beside", "below"] = True,
 ) -> "Axes":
-    """Draw the heads of each layer and their mean over the marks of a training (T-CNN paper, Fig. 4).
+    """Draw the heads of each layer and their mean over the marks of a training (T-CNN paper, Fig.
+    4).
 
     ::
 
@@ -41,51 +42,50 @@ def evolution(
         seeds = tcnn_probe.open(["seed0.zarr", "seed1.zarr"])
         tcnn_probe.plot.evolution(seeds["heads"].gate)  # with bands
 
-    Heads are thin lines, means thick ones, with a colour for each layer. Of several runs, lines are means over heads
-    and runs, and bands reach from the smallest to the largest mean over heads of a run; single heads are not drawn,
-    since heads of the same number need not correspond in different runs. Heads, layers and runs without values (all
-    NaN) are left out, from the legend too. A recording of a single mark is drawn as points. Widths of lines follow
-    matplotlib's ``lines.linewidth``, and sizes of text its ``font.size``.
+    Heads are thin lines, means thick ones, with a colour for each layer. Of several runs, lines are
+    means over heads and runs, and bands reach from the smallest to the largest mean over heads of a
+    run; single heads are not drawn, since heads of the same number need not correspond in different
+    runs. Heads, layers and runs without values (all NaN) are left out, from the legend too. A
+    recording of a single mark is drawn as points. Widths of lines follow matplotlib's
+    ``lines.linewidth``, and sizes of text its ``font.size``.
 
     Args:
-        values: Recorded variable, with the dimension of the marks ("epoch" unless you named another) and, if any,
-            layer, head and run.
+        values: Recorded variable, with the dimension of the marks ("epoch" unless you named
+            another) and, if any, layer, head and run.
         ax: Axes to draw on; None for the current axes.
-        colors: Colour of each layer, as matplotlib takes them; None for viridis, from the first layer to the last.
+        colors: Colour of each layer, as matplotlib takes them; None for viridis, from the first
+            layer to the last.
         ls: Line style.
-        legend: Draw a legend of the layers, beside the axes (True), or "below", at the foot of the figure, which
-            suits a narrow one.
+        legend: Draw a legend of the layers, beside the axes (True), or "below", at the foot of the
+            figure, which suits a narrow one.
 
     Returns:
         The axes, labelled with the variable's name and unit; with a title, if they had none.
 
     Raises:
         TypeError: The values are no DataArray, or no numbers.
-        ValueError: The dimension of the marks is missing or not the only further one, there are too few colours, or all
-            values are NaN.
+        ValueError: The dimension of the marks is missing or not the only further one, there are too
+            few colours, or all values are NaN.
     """
     values = check_array(values, "values")
     if legend not in (True, False, "beside", "below"):
-        raise ValueError(
-            f"expected legend=True, False, 'beside' or 'below', got {legend!r}"
-        )
+        raise ValueError(f"expected legend=True, False, 'beside' or 'below', got {legend!r}")
     if values.dtype.kind not in "biuf":
         raise TypeError(
-            f"expected values that are numbers, got {values.dtype}; types of heads are drawn as the share of one, "
-            "(types == 'content').mean('head')"
+            f"expected values that are numbers, got {values.dtype}; types of heads are drawn as "
+            "the share of one, (types == 'content').mean('head')"
         )
     marks = [str(dim) for dim in values.dims if dim not in ("layer", "head", "run")]
     if len(marks) != 1:
         raise ValueError(
-            f"expected values with one dimension beside layer, head and run, that of the marks, got {values.dims}"
+            "expected values with one dimension beside layer, head and run, that of the marks, got "
+            f"{values.dims}"
         )
     by_layer = values.expand_dims("layer") if "layer" not in values.dims else values
     layers = by_layer.sizes["layer"]
     colors = sequential_colors(layers) if colors is None else list(colors)
     if len(colors) < layers:
-        raise ValueError(
-            f"expected a colour for each of the {layers} layers, got {len(colors)}"
-        )
+        raise ValueError(f"expected a colour for each of the {layers} layers, got {len(colors)}")
     if not values.notnull().any():
         name = "the values" if values.name is None else values.name
         raise ValueError(f"nothing to draw: {name} are all NaN")
@@ -106,7 +106,9 @@ def evolution(
 
 
 def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
-    """Label the axes, add a title if there is none, and choose ticks: whole numbers for marks, no offset for values."""
+    """Label the axes, add a title if there is none, and choose ticks: whole numbers for marks, no
+    offset for values.
+    """
     from matplotlib.ticker import ScalarFormatter
 
     axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
@@ -114,7 +116,10 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:
             averaged = "heads and runs" if "head" in values.dims else "runs"
-            lines = f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} runs (band)"
+            lines = (
+                f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} "
+                "runs (band)"
+            )
         title = axis_label(values).split(" (")[0] + lines
         # A title that is wider than its axes would run into that of the axes beside it.
         axes.set_title(fill(title, max(20, letters_across(axes))), fontsize="small")
@@ -128,7 +133,9 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
 def _draw_layer(
     axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]
 ) -> Any:
-    """Draw the lines of a layer's heads, or the band of its runs, and the line of the mean; return the latter."""
+    """Draw the lines of a layer's heads, or the band of its runs, and the line of the mean; return
+    the latter.
+    """
     from matplotlib import rcParams
 
     width = rcParams["lines.linewidth"]

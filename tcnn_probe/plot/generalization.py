@@ -1,4 +1,6 @@
-"""Accuracy on a second test set against accuracy on the first (Touvron's thesis, Figs. 6.7 and 6.11)."""
+"""Accuracy on a second test set against accuracy on the first (Touvron's thesis, Figs. 6.7 and
+6.11).
+"""
 
 from typing import TYPE_CHECKING
 
@@ -28,13 +30,15 @@ def generalization(
         )
         tcnn_probe.plot.generalization(ds)
 
-    A model below the line fits the first test set, on which choices are often made, better than the other models do.
-    The dashed line is the least-squares fit to all points; there is none if all clean accuracies are equal. Lines
-    through a point are Wilson intervals (95 %), as if images were drawn at random; another training may differ by more.
-    Join several trainings by ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
+    A model below the line fits the first test set, on which choices are often made, better than the
+    other models do. The dashed line is the least-squares fit to all points; there is none if all
+    clean accuracies are equal. Lines through a point are Wilson intervals (95 %), as if images were
+    drawn at random; another training may differ by more. Join several trainings by
+    ``xr.concat(runs, "training")``: each is then a point, in the colour of its model.
 
     Args:
-        ds: Results of :func:`tcnn_probe.evaluation.robustness`: ``clean_accuracy`` and ``variant_accuracy``.
+        ds: Results of :func:`tcnn_probe.evaluation.robustness`: ``clean_accuracy`` and
+            ``variant_accuracy``.
         ax: Axes to draw on; None for the current axes.
         variant: Name of the other test set; None if there is a single one.
 
@@ -43,12 +47,11 @@ def generalization(
 
     Raises:
         TypeError: ``ds`` is no Dataset.
-        ValueError: Accuracies are missing, or the variant is; or there are several variants and none is named.
+        ValueError: Accuracies are missing, or the variant is; or there are several variants and
+            none is named.
         ModuleNotFoundError: SciPy is not installed.
     """
-    check_results(
-        ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images"
-    )
+    check_results(ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images")
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
     if variant not in names if variant is not None else len(names) > 1:
         raise ValueError(f"expected variant to be one of {names}, got {variant!r}")
@@ -88,9 +91,7 @@ def generalization(
     return axes
 
 
-def _wilson(
-    accuracy: NDArray[np.floating], images: NDArray[np.integer]
-) -> NDArray[np.floating]:
+def _wilson(accuracy: NDArray[np.floating], images: NDArray[np.integer]) -> NDArray[np.floating]:
     """Return the lengths of the 95 % Wilson interval below and above each accuracy: (2, points)."""
     binomtest = scipy_stats().binomtest
     # The accuracy is a quotient of integers, back to the one that it was made of.

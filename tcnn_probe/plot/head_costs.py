@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["head_costs"]
 
 
-def head_costs(
-    estimate: xr.DataArray, exact: xr.DataArray, ax: "Axes | None" = None
-) -> "Axes":
-    """Draw the cost of each head to first order against its exact cost, one colour for each mode of ablation.
+def head_costs(estimate: xr.DataArray, exact: xr.DataArray, ax: "Axes | None" = None) -> "Axes":
+    """Draw the cost of each head to first order against its exact cost, one colour for each mode of
+    ablation.
 
     ::
 
@@ -31,8 +30,9 @@ def head_costs(
         exact = tcnn_probe.head_costs(model, images, reference=training_images)
         tcnn_probe.plot.head_costs(estimate, exact)
 
-    Points are means over images, and lines through them 95 % intervals. On the dashed line, both are equal. The legend
-    has the rank correlation over heads. Axes are logarithmic if no mean is negative; costs of zero are then left out.
+    Points are means over images, and lines through them 95 % intervals. On the dashed line, both
+    are equal. The legend has the rank correlation over heads. Axes are logarithmic if no mean is
+    negative; costs of zero are then left out.
 
     Args:
         estimate: Result of :func:`tcnn_probe.head_importance`.
@@ -68,7 +68,8 @@ def head_costs(
         for mean, bound in zip((first, second), bounds, strict=True):
             of_mode = bound.sel(mode=mode)
             low, high = (of_mode.sel(bound=x).values[shown] for x in ("low", "high"))
-            # An interval that holds zero has no lower end on a logarithmic axis; matplotlib clips it.
+            # An interval that holds zero has no lower end on a logarithmic axis; matplotlib clips
+            # it.
             errors.append(np.clip([mean - low, high - mean], 0, None))
         correlation = scipy_stats().spearmanr(first, second).statistic
         axes.errorbar(
@@ -79,9 +80,7 @@ def head_costs(
     if is_log:
         axes.set(xscale="log", yscale="log")
     both = np.concatenate([array.values[drawn.values] for array in means])
-    axes.plot(
-        [both.min(), both.max()], [both.min(), both.max()], "--", color="0.4", lw=1
-    )
+    axes.plot([both.min(), both.max()], [both.min(), both.max()], "--", color="0.4", lw=1)
     what = exact.attrs.get("long_name", "cost")
     axes.set(xlabel=f"{what}, exact", ylabel=f"{what}, to first order")
     legend_beside(axes)

@@ -15,13 +15,15 @@ __all__ = ["health"]
 
 
 def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
-    """Draw the findings of :func:`tcnn_probe.health` as bars, from the mark where each begins to where it ends.
+    """Draw the findings of :func:`tcnn_probe.health` as bars, from the mark where each begins to
+    where it ends.
 
     ::
 
         tcnn_probe.plot.health(xr.open_zarr("run.zarr"))
 
-    Alarms are red and at the top, notices orange. If a bar reaches the last mark, the finding has not ended.
+    Alarms are red and at the top, notices orange. If a bar reaches the last mark, the finding has
+    not ended.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of marks.
@@ -37,7 +39,8 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
     findings = diagnosis.health(ds, **limits)
     axes, along = axes_or_current(ax), ds[findings.along]
     marks = along.values
-    # Bars extend beyond their marks by half of the smallest distance of marks, so that a single mark is visible.
+    # Bars extend beyond their marks by half of the smallest distance of marks, so that a single
+    # mark is visible.
     half = np.diff(marks).min() / 2 if len(marks) > 1 else 0.5
     labels = []
     for row, finding in enumerate(findings):

@@ -37,17 +37,20 @@ def offset_kernels(
         ds = tcnn_probe.open("run.zarr")["offset-kernel"].dataset.isel(epoch=-1)
         tcnn_probe.plot.offset_kernels(ds.offset_kernel)
 
-    The kernel exp(theta) is the convolution nearest to the head's mean attention over images: its weight for each
-    offset from query to key, up to normalization at the border. Each image has a scale of its own, from 0 to its
-    largest value. Offsets that no query has are grey. Ticks above and at the left mark the offset 0, the
-    query itself.
+    The kernel exp(theta) is the convolution nearest to the head's mean attention over images: its
+    weight for each offset from query to key, up to normalization at the border. Each image has a
+    scale of its own, from 0 to its largest value. Offsets that no query has are grey. Ticks above
+    and at the left mark the offset 0, the query itself.
 
     Args:
-        kernels: Kernels of one mark with the dims (layer, head, offset_y, offset_x), or without layer.
-        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new figure.
-        positional: Recording of the same mark with ``locality_strength``, ``center_y`` and ``center_x``, of GPSA and
-            ConViT. Below the kernels of such a layer stand the filters that its positional attention has learned,
-            exp(-alpha ||delta - Delta||^2) (T-CNN Eq. 4).
+        kernels: Kernels of one mark with the dims (layer, head, offset_y, offset_x), or without
+            layer.
+        ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new
+            figure.
+        positional: Recording of the same mark with ``locality_strength``, ``center_y`` and
+            ``center_x``, of GPSA and ConViT. Below the kernels of such a layer stand the filters
+            that its positional attention has learned, exp(-alpha ||delta - Delta||^2) (T-CNN Eq.
+            4).
 
     Returns:
         The axes, with an image for each head.
@@ -115,7 +118,9 @@ def _names(kernels: xr.DataArray) -> list[str]:
 def _draw_kernel(
     axes: "Axes", kernel: NDArray[Any], query: list[int], row: int, column: int
 ) -> None:
-    """Draw a kernel in the unit square around its row and column, without offsets that are NaN for all queries."""
+    """Draw a kernel in the unit square around its row and column, without offsets that are NaN for
+    all queries.
+    """
     import matplotlib as mpl
 
     finite = np.isfinite(kernel)
@@ -134,17 +139,18 @@ def _draw_kernel(
         cmap=mpl.colormaps["cividis"].with_extremes(bad="0.6"),
         interpolation="nearest",
     )
-    # Ticks in the gaps above and at the left, since a mark in the image would cover the head's own patch.
+    # Ticks in the gaps above and at the left, since a mark in the image would cover the head's own
+    # patch.
     place = np.array([row, column]) - half
-    y, x = place + 2 * half / kernel.shape * (
-        query - np.array([rows[0], columns[0]]) + 0.5
-    )
+    y, x = place + 2 * half / kernel.shape * (query - np.array([rows[0], columns[0]]) + 0.5)
     axes.plot([x, x], [place[0] - _TICK, place[0]], color="0.5", lw=0.8)
     axes.plot([place[1] - _TICK, place[1]], [y, y], color="0.5", lw=0.8)
 
 
 def _learned(layer: xr.DataArray, positional: xr.Dataset) -> NDArray[Any] | None:
-    """Return the filters of a layer's positional attention on the offsets of its kernels; None if it has none."""
+    """Return the filters of a layer's positional attention on the offsets of its kernels; None if
+    it has none.
+    """
     names = ["locality_strength", "center_y", "center_x"]
     if not set(names) <= set(positional.data_vars):
         return None
@@ -153,15 +159,11 @@ def _learned(layer: xr.DataArray, positional: xr.Dataset) -> NDArray[Any] | None
     # Plain labels: the kernels' own mark is another coordinate.
     learned = positional[names].sel(layer=layer.layer.item())
     further = [dim for dim in learned.dims if dim != "head"]
-    learned = learned.isel(dict.fromkeys(further, -1)).reindex(
-        head=layer["head"].values
-    )
+    learned = learned.isel(dict.fromkeys(further, -1)).reindex(head=layer["head"].values)
     if not learned.locality_strength.notnull().any():
         return None
     squared = (layer.offset_y - learned.center_y) ** 2
     squared = squared + (layer.offset_x - learned.center_x) ** 2
     logits = -learned.locality_strength * squared
     filters = np.exp(logits - logits.max(["offset_y", "offset_x"]))
-    return (
-        filters.transpose("head", "offset_y", "offset_x").where(layer.notnull()).values
-    )
+    return filters.transpose("head", "offset_y", "offset_x").where(layer.notnull()).values

@@ -21,23 +21,25 @@ def robustness(
     baseline: str | None = None,
     by: Literal["group", "corruption", "severity", "attack"] = "group",
 ) -> "Axes":
-    """Draw bars of accuracy by model, or of its relative improvement over a baseline (T-CNN paper, Figs. 1 and 3).
+    """Draw bars of accuracy by model, or of its relative improvement over a baseline (T-CNN paper,
+    Figs. 1 and 3).
 
     ::
 
         ds = xr.open_zarr("robustness.zarr")
         tcnn_probe.plot.robustness(ds, baseline="CNN", by="severity")
 
-    Accuracies are means over images and over all dimensions but ``by`` (corruptions of the group, severities, seeds),
-    with the standard error over images. The relative improvement of a model is (its accuracy - the baseline's) / the
-    baseline's, with a 95 % interval over images that both models see
-    (:func:`tcnn_probe.evaluation.improvement`). A bar is hatched if it has no interval, because the baseline is never
-    right in a resample. Clean images, if there are any, come first.
+    Accuracies are means over images and over all dimensions but ``by`` (corruptions of the group,
+    severities, seeds), with the standard error over images. The relative improvement of a model is
+    (its accuracy - the baseline's) / the baseline's, with a 95 % interval over images that both
+    models see (:func:`tcnn_probe.evaluation.improvement`). A bar is hatched if it has no interval,
+    because the baseline is never right in a resample. Clean images, if there are any, come first.
 
     Args:
-        ds: Results of :func:`tcnn_probe.evaluation.robustness`, with the answer to each image: ``correct`` (model,
-            corruption, severity, seed, image), the coordinate ``group`` along corruption, and, if measured,
-            ``clean_correct`` (model, image) and ``adversarial_correct`` (model, attack, seed, image).
+        ds: Results of :func:`tcnn_probe.evaluation.robustness`, with the answer to each image:
+            ``correct`` (model, corruption, severity, seed, image), the coordinate ``group`` along
+            corruption, and, if measured, ``clean_correct`` (model, image) and
+            ``adversarial_correct`` (model, attack, seed, image).
         ax: Axes to draw on; None for the current axes.
         baseline: Name of the model to compare the others with; None for accuracies.
         by: Dimension along the x axis.
@@ -47,8 +49,8 @@ def robustness(
 
     Raises:
         TypeError: ``ds`` is no Dataset.
-        ValueError: Variables, dimensions or coordinates are missing, ``by`` is unknown, or the baseline is no model or
-            the only one.
+        ValueError: Variables, dimensions or coordinates are missing, ``by`` is unknown, or the
+            baseline is no model or the only one.
     """
     perturbed = share_right(ds, by)
     if by is None or not perturbed.size:
@@ -84,18 +86,14 @@ def robustness(
     # Places among all models, so that a model keeps its colour when the baseline is left out.
     places = {str(name): number for number, name in enumerate(ds["model"].values)}
     _bars(axes, heights, heights - low, high - heights, places)
-    axes.set_xticks(
-        range(heights.sizes["category"]), heights["category"].values, fontsize="small"
-    )
+    axes.set_xticks(range(heights.sizes["category"]), heights["category"].values, fontsize="small")
     if by == "corruption":
         for name in axes.get_xticklabels():
             name.set(rotation=60, ha="right", rotation_mode="anchor")
     axes.set_xlabel("" if by == "group" else by)
     axes.set_ylabel(label, fontsize="small")
     # About 50 letters fit above axes of usual width, 5 of them for each patch of colour.
-    columns = max(
-        1, 50 // (5 + max(len(str(name)) for name in heights["model"].values))
-    )
+    columns = max(1, 50 // (5 + max(len(str(name)) for name in heights["model"].values)))
     legend = axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -109,16 +107,16 @@ def robustness(
 
 
 def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
-    """Join values of clean images, if there are any, and along ``by``, in a dimension "category"."""
+    """Join values of clean images, if there are any, and along ``by``, in a dimension
+    "category".
+    """
     *clean, perturbed = parts
     perturbed = perturbed.rename({by: "category"}).reset_coords(drop=True)
     perturbed = perturbed.assign_coords(
         category=[str(label) for label in perturbed["category"].values]
     )
     parts = [*(part.expand_dims(category=["clean"]) for part in clean), perturbed]
-    return xr.concat(
-        parts, "category", coords="minimal", compat="override", join="exact"
-    )
+    return xr.concat(parts, "category", coords="minimal", compat="override", join="exact")
 
 
 def _bars(
@@ -128,21 +126,19 @@ def _bars(
     high: xr.DataArray,
     places: dict[str, int],
 ) -> None:
-    """Draw a group of bars for each category, a bar for each model, coloured by its place among all models."""
+    """Draw a group of bars for each category, a bar for each model, coloured by its place among all
+    models.
+    """
     colors, models = (
         list(OKABE_ITO.values()),
         [str(name) for name in heights["model"].values],
     )
     width = 0.8 / len(models)
     for number, model in enumerate(models):
-        mean, below, above = (
-            part.isel(model=number).values for part in (heights, low, high)
-        )
+        mean, below, above = (part.isel(model=number).values for part in (heights, low, high))
         # Bars of a category side by side, centred at its tick; a fifth of the space stays free.
         x = np.arange(len(mean)) + (number - (len(models) - 1) / 2) * width
-        bars = axes.bar(
-            x, mean, width, color=colors[places[model] % len(colors)], label=model
-        )
+        bars = axes.bar(x, mean, width, color=colors[places[model] % len(colors)], label=model)
         axes.errorbar(
             x,
             mean,

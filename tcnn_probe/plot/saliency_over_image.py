@@ -29,16 +29,16 @@ def saliency_overlay(
         maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"])
         tcnn_probe.plot.saliency_overlay(maps, images)
 
-    Each map covers the whole image, whatever its resolution, with a scale of its own from its smallest value, which is
-    transparent, to its largest.
+    Each map covers the whole image, whatever its resolution, with a scale of its own from its
+    smallest value, which is transparent, to its largest.
 
     Args:
-        maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x) for a single image;
-            for several methods a Dataset of such maps, by name.
-        images: Images of the maps, in their order, shape (B, C, H, W), a tensor or an array; 1 or 3 channels of any
-            range; or the pictures that were given to :func:`tcnn_probe.saliency`.
-        axes: Axes to draw on, for each image and method, images first; None for pyplot's current figure if it is
-            empty, or a new one, with the images themselves at the left.
+        maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x)
+            for a single image; for several methods a Dataset of such maps, by name.
+        images: Images of the maps, in their order, shape (B, C, H, W), a tensor or an array; 1 or 3
+            channels of any range; or the pictures that were given to :func:`tcnn_probe.saliency`.
+        axes: Axes to draw on, for each image and method, images first; None for pyplot's current
+            figure if it is empty, or a new one, with the images themselves at the left.
         masks: Masks of objects, shape (B, H, W), bool, to be outlined in white.
         alpha: Opacity of each map's largest value, from 0 to 1.
 
@@ -47,7 +47,8 @@ def saliency_overlay(
 
     Raises:
         TypeError: The maps are neither a DataArray nor a Dataset.
-        ValueError: The maps have other dimensions, or the numbers of maps, images, masks and axes do not fit.
+        ValueError: The maps have other dimensions, or the numbers of maps, images, masks and axes
+            do not fit.
     """
     by_method = _by_method(maps)
     pictures = image_array(images, _preparation(maps))
@@ -66,9 +67,7 @@ def saliency_overlay(
         if axes is None
         else _as_grid(axes, count, len(by_method))
     )
-    for column, values in enumerate(
-        by_method.values(), panels.shape[1] - len(by_method)
-    ):
+    for column, values in enumerate(by_method.values(), panels.shape[1] - len(by_method)):
         for row, image in enumerate(pictures):
             panel = panels[row, column]
             draw_image(panel, image)
@@ -100,9 +99,7 @@ def _by_method(maps: Any) -> dict[str, np.ndarray]:
     """Return maps (image, y, x) by the name of their method."""
     if isinstance(maps, xr.Dataset):
         if not maps.data_vars:
-            raise ValueError(
-                "expected at least one map, got a Dataset without variables"
-            )
+            raise ValueError("expected at least one map, got a Dataset without variables")
         return {str(name): _by_image(values) for name, values in maps.data_vars.items()}
     maps = check_array(maps, "maps")
     return {str(maps.attrs.get("method", maps.name or "")): _by_image(maps)}
@@ -111,9 +108,7 @@ def _by_method(maps: Any) -> dict[str, np.ndarray]:
 def _by_image(values: xr.DataArray) -> np.ndarray:
     values = values if "image" in values.dims else values.expand_dims("image")
     return np.asarray(
-        select_dims(values, "maps", ("image", "y", "x"))
-        .transpose("image", "y", "x")
-        .values
+        select_dims(values, "maps", ("image", "y", "x")).transpose("image", "y", "x").values
     )
 
 
@@ -121,7 +116,8 @@ def _as_grid(axes: Any, rows: int, columns: int) -> np.ndarray:
     panels = np.asarray(axes, dtype=object)
     if panels.size != rows * columns:
         raise ValueError(
-            f"expected axes for {rows} images and {columns} methods, {rows * columns}, got {panels.size}"
+            f"expected axes for {rows} images and {columns} methods, {rows * columns}, got "
+            f"{panels.size}"
         )
     return panels.reshape(rows, columns)
 

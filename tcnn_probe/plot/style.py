@@ -1,4 +1,6 @@
-"""Shared parts of plots: colours (for the colour-blind as well), checks of arguments, images and maps on axes."""
+"""Shared parts of plots: colours (for the colour-blind as well), checks of arguments, images and
+maps on axes.
+"""
 
 import math
 import operator
@@ -39,7 +41,9 @@ OKABE_ITO = {
     "yellow": "#F0E442",
     "black": "#000000",
 }
-"""Colours of Okabe and Ito (2008), for things that have no order: models, methods, types of heads."""
+"""Colours of Okabe and Ito (2008), for things that have no order: models, methods, types of
+heads.
+"""
 
 # Figures full of panels, in none of which a curve would have its place.
 _GRIDS: "WeakSet[Figure]" = WeakSet()
@@ -48,7 +52,9 @@ RED = OKABE_ITO["vermillion"]
 
 
 def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
-    """Return colours for things in order, such as layers: viridis without its lightest, too pale for lines."""
+    """Return colours for things in order, such as layers: viridis without its lightest, too pale
+    for lines.
+    """
     import matplotlib as mpl
 
     colors = mpl.colormaps["viridis"].resampled(count + 1)
@@ -56,7 +62,9 @@ def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
 
 
 def axes_or_current(ax: "Axes | None") -> "Axes":
-    """Return ``ax``, or pyplot's current axes; in a new figure if there is none, or only a grid of panels."""
+    """Return ``ax``, or pyplot's current axes; in a new figure if there is none, or only a grid of
+    panels.
+    """
     import matplotlib.pyplot as plt
 
     if ax is None and (not plt.get_fignums() or plt.gcf() in _GRIDS):
@@ -65,7 +73,8 @@ def axes_or_current(ax: "Axes | None") -> "Axes":
 
 
 def axes_without_data(ax: "Axes | None", width: float, height: float) -> "Axes":
-    """Return ``ax``, or pyplot's current axes if nothing is drawn on them, else those of a new figure, in inches.
+    """Return ``ax``, or pyplot's current axes if nothing is drawn on them, else those of a new
+    figure, in inches.
 
     Bars and images would cover what else is drawn on the same axes.
     """
@@ -73,17 +82,15 @@ def axes_without_data(ax: "Axes | None", width: float, height: float) -> "Axes":
 
     if ax is not None:
         return ax
-    if (
-        not plt.get_fignums()
-        or plt.gcf() in _GRIDS
-        or (plt.gcf().axes and plt.gca().has_data())
-    ):
+    if not plt.get_fignums() or plt.gcf() in _GRIDS or (plt.gcf().axes and plt.gca().has_data()):
         _new_figure(figsize=(width, height))
     return plt.gca()
 
 
 def empty_figure(width: float, height: float) -> "Figure":
-    """Return pyplot's current figure if nothing is drawn on it, else a new one of this size, in inches."""
+    """Return pyplot's current figure if nothing is drawn on it, else a new one of this size, in
+    inches.
+    """
     import matplotlib.pyplot as plt
 
     if not plt.get_fignums() or plt.gcf().axes or plt.gcf().subfigs:
@@ -99,14 +106,16 @@ def _new_figure(**options: Any) -> "Figure":
     import matplotlib.pyplot as plt
 
     figure = plt.figure(layout="constrained", **options)
-    # The name under which IPython asks an object to show itself. A notebook shows its last value, and at the end of a
-    # cell the open figures: of a figure that is returned it made two pictures.
+    # The name under which IPython asks an object to show itself. A notebook shows its last value,
+    # and at the end of a cell the open figures: of a figure that is returned it made two pictures.
     figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
     return figure
 
 
 def _show(figure: "Figure") -> None:
-    """Show a figure in a notebook, and close it so that the end of the cell does not show it again."""
+    """Show a figure in a notebook, and close it so that the end of the cell does not show it
+    again.
+    """
     import matplotlib.pyplot as plt
 
     # From now on it is shown as any figure is.
@@ -117,7 +126,9 @@ def _show(figure: "Figure") -> None:
 
 
 def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:
-    """Leave a panel current for pyplot's titles; what is drawn next without axes gets a figure of its own."""
+    """Leave a panel current for pyplot's titles; what is drawn next without axes gets a figure of
+    its own.
+    """
     figure.sca(current)
     root = current.get_figure(root=True)
     if root is not None:
@@ -125,7 +136,9 @@ def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:
 
 
 def legend_beside(axes: "Axes") -> None:
-    """Draw the legend at the right of the axes, where it covers nothing; a layout engine makes room for it."""
+    """Draw the legend at the right of the axes, where it covers nothing; a layout engine makes room
+    for it.
+    """
     figure = axes.get_figure(root=True)
     if figure is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
@@ -141,7 +154,9 @@ def legend_beside(axes: "Axes") -> None:
 
 
 def legend_below(axes: "Axes") -> None:
-    """Draw the legend at the foot of the figure, in as many columns as fit; a layout engine makes room for it."""
+    """Draw the legend at the foot of the figure, in as many columns as fit; a layout engine makes
+    room for it.
+    """
     figure, root = axes.figure, axes.get_figure(root=True)
     if root is not None and root.get_layout_engine() is None:
         root.set_layout_engine("constrained")
@@ -159,7 +174,9 @@ def legend_below(axes: "Axes") -> None:
 
 
 def letters_across(axes: "Axes") -> int:
-    """Return the number of small letters that fit beside each other above axes, before a layout makes room."""
+    """Return the number of small letters that fit beside each other above axes, before a layout
+    makes room.
+    """
     return _letters(axes.get_window_extent().width, axes.figure)
 
 
@@ -235,13 +252,13 @@ def select_dims(
     required: Collection[str],
     optional: Collection[str] = (),
 ) -> Any:
-    """Drop further dimensions of length 1; raise ValueError if one is longer, or a required one missing."""
+    """Drop further dimensions of length 1; raise ValueError if one is longer, or a required one
+    missing.
+    """
     for dim in required:
         if dim not in values.dims:
             got = f"got {values.dims}: no {dim!r}"
-            raise ValueError(
-                f"expected {name} with the dimensions {tuple(required)}, {got}"
-            )
+            raise ValueError(f"expected {name} with the dimensions {tuple(required)}, {got}")
     further = [dim for dim in values.dims if dim not in (*required, *optional)]
     long = tuple(dim for dim in further if values.sizes[dim] != 1)
     if long:
@@ -252,13 +269,12 @@ def select_dims(
     return values.squeeze(further, drop=True)
 
 
-def image_array(
-    images: Any, preparation: Mapping[str, Any] | None = None
-) -> NDArray[Any]:
+def image_array(images: Any, preparation: Mapping[str, Any] | None = None) -> NDArray[Any]:
     """Return images (B, C, H, W) of 1 or 3 channels as floats; ValueError for other shapes.
 
     Args:
-        images: Images as the model took them: a tensor or an array, or what else ``as_images`` takes.
+        images: Images as the model took them: a tensor or an array, or what else ``as_images``
+            takes.
         preparation: Options of the transform through which pictures go; None if it is unknown.
     """
     if getattr(images, "ndim", 0) != 4 or images.dtype == np.uint8:
@@ -267,9 +283,7 @@ def image_array(
         images = images.detach().cpu().float()  # NumPy has no bfloat16
     array = np.asarray(images, dtype=float)
     if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
-        raise ValueError(
-            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}"
-        )
+        raise ValueError(f"expected images of shape (B, 1 or 3, H, W), got {array.shape}")
     return array
 
 
@@ -283,24 +297,22 @@ def _parsed(images: Any, preparation: Mapping[str, Any] | None) -> Any:
         return as_batch(images, "(B, C, H, W), or pictures")
     if preparation is None:
         raise ValueError(
-            "how these pictures were cut for the model is unknown: give the tensor that the model was given, "
-            "tcnn_probe.images.as_images(pictures, model)"
+            "how these pictures were cut for the model is unknown: give the tensor that the model "
+            "was given, tcnn_probe.images.as_images(pictures, model)"
         )
     return prepare_pixels(pictures, preparation)
 
 
 def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
-    """Return a query (y, x) as integers; raise ValueError unless it lies inside height x width pixels."""
+    """Return a query (y, x) as integers; raise ValueError unless it lies inside height x width
+    pixels.
+    """
     try:
         y, x = map(operator.index, query)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"expected a query (y, x), two integers, got {query!r}"
-        ) from None
+        raise ValueError(f"expected a query (y, x), two integers, got {query!r}") from None
     if not (0 <= y < height and 0 <= x < width):
-        raise ValueError(
-            f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}"
-        )
+        raise ValueError(f"expected a query (y, x) inside {height} x {width} pixels, got {query!r}")
     return y, x
 
 
@@ -308,9 +320,7 @@ def axis_label(values: xr.DataArray) -> str:
     """Return the array's long name, or name, with its unit, unless that is 1."""
     short_name = "" if values.name is None else values.name
     name = str(values.attrs.get("long_name", short_name)).replace("_", " ")
-    units = re.sub(
-        r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1"))
-    )
+    units = re.sub(r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1")))
     return name if units in ("1", "") else f"{name} ({units})"
 
 
@@ -325,20 +335,22 @@ def wrap_name(name: Any) -> str:
 
 
 def short_names(layers: Sequence[str]) -> list[str]:
-    """Drop the parts that all names begin or end with: "blocks.0.attn" and "blocks.1.attn" become "0" and "1"."""
+    """Drop the parts that all names begin or end with: "blocks.0.attn" and "blocks.1.attn" become
+    "0" and "1".
+    """
     parts = [str(layer).split(".") for layer in layers]
     for end in (0, -1):
         while (
-            len(parts) > 1
-            and min(map(len, parts)) > 1
-            and len({part[end] for part in parts}) == 1
+            len(parts) > 1 and min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1
         ):
             parts = [part[1:] if end == 0 else part[:-1] for part in parts]
     return [".".join(part) for part in parts]
 
 
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
-    """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest, without ticks."""
+    """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest,
+    without ticks.
+    """
     low, high = np.nanmin(image), np.nanmax(image)
     # An image of a single value is black.
     pixels = (image - low) / max(high - low, 1e-12)

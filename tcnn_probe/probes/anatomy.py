@@ -1,4 +1,6 @@
-"""The anatomy of heads: its variables, how they follow from sums over images, and the kernels of the convolutions."""
+"""The anatomy of heads: its variables, how they follow from sums over images, and the kernels of
+the convolutions.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,20 +36,21 @@ __all__ = [
 
 _HEAD = ("layer", "head")
 _QUERIES = (
-    f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same (with padding up to "
-    f"{1024 * QUERIES} divided by the number of keys), each over the images in which it is real"
+    f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same "
+    f"(with padding up to {1024 * QUERIES} divided by the number of keys), each over the images in "
+    "which it is real"
 )
-_SEVERAL = "NaN for a single image, and if images of several sizes were seen since the previous mark."
-_GRID = (
-    "NaN without a common grid of queries and keys, and if masks differ between images."
+_SEVERAL = (
+    "NaN for a single image, and if images of several sizes were seen since the previous mark."
 )
+_GRID = "NaN without a common grid of queries and keys, and if masks differ between images."
 
-_CLASS_QUERIES = (
-    "the only queries are class tokens: class_content_information has theirs"
-)
+_CLASS_QUERIES = "the only queries are class tokens: class_content_information has theirs"
 _ONE_IMAGE = "it compares images, and only one was seen since the previous mark"
 _NO_IMAGE = "the attention of all images was NaN"
-_FEW_IMAGES = "it compares halves of the images, and fewer than four were seen since the previous mark"
+_FEW_IMAGES = (
+    "it compares halves of the images, and fewer than four were seen since the previous mark"
+)
 _MASKS = "masks hide other keys, or padding replaces other queries, in other images"
 _OTHER_GRIDS = "offsets between queries and keys are no whole numbers of patches"
 # Weights far below those that any network gives: a mask of -100, as in shifted windows, hides keys.
@@ -56,31 +59,34 @@ _RADIUS = 7  # of kernels, in patches; attention beyond is drawn as nothing on a
 _PARTS = {
     "offset_information": (
         "offset information",
-        "KL(T || U), the information of the convolution T inside the head, exp theta(offset from i to j) / Z_i, over "
-        "uniform attention U: T is nearest to the mean over images M of A, with a free number for each offset and for "
-        f"each class and register token. Part of selectivity. {_GRID}",
+        "KL(T || U), the information of the convolution T inside the head, exp theta(offset from i "
+        "to j) / Z_i, over uniform attention U: T is nearest to the mean over images M of A, with "
+        "a free number for each offset and for each class and register token. Part of selectivity. "
+        f"{_GRID}",
     ),
     "position_information": (
         "position information",
-        "KL(M || T), what the mean over images M of A adds to the convolution T that is nearest to it: dependence on "
-        f"the position in the image. Corrected for the number of images. Part of selectivity. {_GRID}",
+        "KL(M || T), what the mean over images M of A adds to the convolution T that is nearest to "
+        "it: dependence on the position in the image. Corrected for the number of images. Part of "
+        f"selectivity. {_GRID}",
     ),
     "prefix_information": (
         "prefix information",
-        "KL(P || U), the part of offset_information that is no convolution: P is nearest to the mean over images M of "
-        "A, with a free number for each class and register token, and even over the patches. 0 without such tokens. "
-        f"{_GRID}",
+        "KL(P || U), the part of offset_information that is no convolution: P is nearest to the "
+        "mean over images M of A, with a free number for each class and register token, and even "
+        f"over the patches. 0 without such tokens. {_GRID}",
     ),
     "key_content_information": (
         "key content information",
-        "I(key; image): how much it depends on the image which keys all queries attend to (those of a window, in "
-        f"windowed attention). Corrected for the numbers of images and queries. Part of selectivity. {_SEVERAL}",
+        "I(key; image): how much it depends on the image which keys all queries attend to (those "
+        "of a window, in windowed attention). Corrected for the numbers of images and queries. "
+        f"Part of selectivity. {_SEVERAL}",
     ),
     "query_key_content_information": (
         "query-key content information",
-        "I(image; query given key): how much it depends on the image which queries attend to which keys, beyond the "
-        "keys that stand out for all queries. Corrected for the numbers of images and queries. Part of selectivity. "
-        f"{_SEVERAL}",
+        "I(image; query given key): how much it depends on the image which queries attend to which "
+        "keys, beyond the keys that stand out for all queries. Corrected for the numbers of images "
+        f"and queries. Part of selectivity. {_SEVERAL}",
     ),
 }
 
@@ -95,10 +101,11 @@ def content_information(attention: str) -> Variable:
         _HEAD,
         "nat",
         f"content information {attention}",
-        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}, times n / (n - 1) "
-        "for n images: the mutual information of image and key. It is 0 if the attention does not depend on the image, "
-        "and at most the log of the number of keys; if it depends strongly on the image, the estimate from few images "
-        f"is too low. {_QUERIES}. {_SEVERAL}",
+        "Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), "
+        f"{attention}, times n / (n - 1) for n images: the mutual information of image and key. It "
+        "is 0 if the attention does not depend on the image, and at most the log of the number of "
+        "keys; if it depends strongly on the image, the estimate from few images is too low. "
+        f"{_QUERIES}. {_SEVERAL}",
     )
 
 
@@ -112,8 +119,8 @@ def selectivity(attention: str) -> Variable:
         _HEAD,
         "nat",
         f"selectivity {attention}",
-        f"Mean over queries and images of log K_i - H(A_i), {attention}, for the K_i keys that no mask hides from "
-        "query i: the information over uniform attention.",
+        f"Mean over queries and images of log K_i - H(A_i), {attention}, for the K_i keys that no "
+        "mask hides from query i: the information over uniform attention.",
     )
 
 
@@ -127,13 +134,14 @@ ANATOMY: dict[str, Variable] = {
         _HEAD,
         "1",
         "translation equivariance",
-        "Share of the variance of the mean over images of A_ij that depends only on the offset from i to j, corrected "
-        "for chance, over the queries of content_information. 1 for a convolution, 0 for a pattern that does not "
-        "depend on offsets.",
+        "Share of the variance of the mean over images of A_ij that depends only on the offset "
+        "from i to j, corrected for chance, over the queries of content_information. 1 for a "
+        "convolution, 0 for a pattern that does not depend on offsets.",
     ),
     "selectivity": selectivity(
-        "of the queries of content_information (so not uniform_entropy - entropy); the sum of offset_information, "
-        "position_information, key_content_information and query_key_content_information"
+        "of the queries of content_information (so not uniform_entropy - entropy); the sum of "
+        "offset_information, position_information, key_content_information and "
+        "query_key_content_information"
     ),
 }
 for _name, (_label, _meaning) in _PARTS.items():
@@ -142,8 +150,8 @@ for _name, (_label, _meaning) in _PARTS.items():
         _HEAD,
         "nat",
         f"{_label}, difference of halves",
-        f"{_name} of every second image, beginning with the first, minus that of the others: its uncertainty. NaN for "
-        "fewer than four images.",
+        f"{_name} of every second image, beginning with the first, minus that of the others: its "
+        "uncertainty. NaN for fewer than four images.",
     )
 
 Statistics = Mapping[str, np.ndarray | str]
@@ -166,7 +174,9 @@ def finish_class_queries(name: str, pattern: Pattern) -> Statistics:
 
 
 def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
-    """Return the parts of selectivity, their differences between halves of the images, and the equivariance."""
+    """Return the parts of selectivity, their differences between halves of the images, and the
+    equivariance.
+    """
     statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
     means = _Means.of(pattern)
     if isinstance(means, str):
@@ -188,10 +198,11 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
 
 
 def _is_by_mask(hidden: np.ndarray, pattern: Pattern, counted: np.ndarray) -> bool:
-    """Return whether a mask that a model adds to its logits has hidden keys, (heads, queries, keys), in all images.
+    """Return whether a mask that a model adds to its logits has hidden keys, (heads, queries,
+    keys), in all images.
 
-    Its heads then lack the same keys, and no query its own. Heads that are sharp by themselves lack different ones,
-    unless all look at a single token, which is not the query's own.
+    Its heads then lack the same keys, and no query its own. Heads that are sharp by themselves lack
+    different ones, unless all look at a single token, which is not the query's own.
     """
     if pattern.queries is None or pattern.keys is None or len(hidden) < 2:
         return False
@@ -251,7 +262,8 @@ class _Means:
         """Return the parts of selectivity, given the convolutions inside the heads."""
         sums, images = self.sums, np.maximum(self.images, 1)[:, None]
         by_window = len(images), sums.mean_entropy.shape[1], -1
-        # Of queries some of which are padding, the others are sampled from as large a share of the real ones.
+        # Of queries some of which are padding, the others are sampled from as large a share of the
+        # real ones.
         population = self.pattern.population * self.counted.sum() // self.counted.size
         mean, prefix = self.mean, None
         if convolution is not None:
@@ -270,21 +282,27 @@ class _Means:
         )
 
     def convolution(self, start: Convolution | None = None) -> Convolution | None:
-        """Return the convolutions inside the heads, fitted from those of other images; None without a grid."""
+        """Return the convolutions inside the heads, fitted from those of other images; None without
+        a grid.
+        """
         if self.pattern.queries is None:
             return None
         kernel = None if start is None else start.kernel
         return nearest_convolution(self.mean, self.offsets()[0], self.seen, kernel)
 
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of each pair's offset, and the offsets; tokens off the grid come last."""
+        """Return the index of each pair's offset, and the offsets; tokens off the grid come
+        last.
+        """
         assert self.pattern.queries is not None
         assert self.pattern.keys is not None
         return offsets_of_pairs(self.pattern.queries[self.counted], self.pattern.keys)
 
 
 def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
-    """Return the translation equivariance over the keys on the grid, without padding, unless it is unknown."""
+    """Return the translation equivariance over the keys on the grid, without padding, unless it is
+    unknown.
+    """
     if pattern.queries is None or pattern.keys is None:
         return {}
     sums = pattern.sums()
@@ -292,16 +310,16 @@ def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
     real = slice(len(pattern.keys) - pattern.padding)
     images = np.maximum(sums.images, 1)[:, counted, None]
     mean = sums.attention[:, counted, real] / images
-    equivariance = translation_equivariance(
-        mean, pattern.queries[counted], pattern.keys[real]
-    )
+    equivariance = translation_equivariance(mean, pattern.queries[counted], pattern.keys[real])
     # It is NaN on a grid of one cell.
     is_known = not np.isnan(equivariance).all()
     return {"translation_equivariance": equivariance} if is_known else {}
 
 
 def _finish_kernel(_: str, pattern: Pattern) -> Statistics:
-    """Return the kernels of the convolutions at offsets of up to seven patches, and at class and register tokens."""
+    """Return the kernels of the convolutions at offsets of up to seven patches, and at class and
+    register tokens.
+    """
     means = _Means.of(pattern)
     if isinstance(means, str) or pattern.queries is None:
         reason = means if isinstance(means, str) else pattern.reason
@@ -333,8 +351,9 @@ _KERNELS = {
         (*_HEAD, "offset_y", "offset_x"),
         "1",
         "kernel of the convolution inside the head",
-        "exp theta(offset from query to key in patches) of the convolution T of offset_information, over the images "
-        "since the previous mark. Sums to one with prefix_kernel; NaN at offsets that none of the sampled queries has.",
+        "exp theta(offset from query to key in patches) of the convolution T of "
+        "offset_information, over the images since the previous mark. Sums to one with "
+        "prefix_kernel; NaN at offsets that none of the sampled queries has.",
         dtype="float32",
         nan_reason="none of the sampled queries has a key at this offset",
     ),

@@ -1,8 +1,9 @@
-"""Probes of attention heads: in GPSA and ConViT layers, in softmax attention, and separately for its class tokens.
+"""Probes of attention heads: in GPSA and ConViT layers, in softmax attention, and separately for
+its class tokens.
 
-The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where (w_0, w_1, w_2) is the
-head's row of ``pos_proj``. They are ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` and
-``Delta = -(w_1, w_0) / (2 w_2)`` (ConViT, Eqs. 5-7).
+The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where
+(w_0, w_1, w_2) is the head's row of ``pos_proj``. They are ``-alpha ||delta - Delta||^2`` up to a
+constant, with ``alpha = -w_2`` and ``Delta = -(w_1, w_0) / (2 w_2)`` (ConViT, Eqs. 5-7).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,9 @@ def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
-    """Return maps over the grid of keys for selected images: (images, windows, heads, height, width)."""
+    """Return maps over the grid of keys for selected images: (images, windows, heads, height,
+    width).
+    """
     queries = attention.layout.queries
     # Without a grid of keys there is no map.
     if attention.map_size is None:
@@ -122,8 +125,8 @@ VIDEO = Probe(
             HEAD,
             "1",
             "distance in time",
-            "sum_j A_ij |f_ij| between tokens of the grid, where f_ij is the number of frames of tokens "
-            f"from i to j and rows are renormalised over these tokens. {MEAN}",
+            "sum_j A_ij |f_ij| between tokens of the grid, where f_ij is the number of frames of "
+            f"tokens from i to j and rows are renormalised over these tokens. {MEAN}",
         ),
     },
     group="",
@@ -149,17 +152,18 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         HEAD,
         "cell2",
         "attention span",
-        "1 / alpha (T-CNN Fig. 4B), at the time of the mark: the mean squared radius of a Gaussian in the plane, and "
-        "of the attention on the grid only for alpha up to about 1 (see mean_squared_radius). NaN where alpha is not "
-        "positive.",
-        nan_reason="alpha is not positive, so that positional attention grows with the distance from its centre",
+        "1 / alpha (T-CNN Fig. 4B), at the time of the mark: the mean squared radius of a Gaussian "
+        "in the plane, and of the attention on the grid only for alpha up to about 1 (see "
+        "mean_squared_radius). NaN where alpha is not positive.",
+        nan_reason="alpha is not positive, so that positional attention grows with the distance "
+        "from its centre",
     ),
     "mean_squared_radius": Variable(
         HEAD,
         "cell2",
         "mean squared radius",
-        "Mean over queries of the variance of the offset under positional attention, along both axes together, over "
-        f"real and padding cells. {IMAGE_MEAN}",
+        "Mean over queries of the variance of the offset under positional attention, along both "
+        f"axes together, over real and padding cells. {IMAGE_MEAN}",
     ),
     "center_y": Variable(
         HEAD,
@@ -185,14 +189,13 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         "entropy of positional attention",
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding cells. {MEAN}",
     ),
-    "content_part_information": content_information(
-        "of the content part of attention, C"
-    ),
+    "content_part_information": content_information("of the content part of attention, C"),
     "uniform_content_entropy": Variable(
         ("layer",),
         "nat",
         "entropy of uniform content attention",
-        "log N for the layer's N real cells: the content_entropy of queries that attend to all of them equally.",
+        "log N for the layer's N real cells: the content_entropy of queries that attend to all of "
+        "them equally.",
     ),
 }
 
@@ -236,9 +239,7 @@ GPSA = Probe(
     maps=_maps,
 )
 # timm's layer has the same gate, strength and centre in other parameters.
-CONVIT = replace(
-    GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit
-)
+CONVIT = replace(GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit)
 
 
 def _probe_of_token(
@@ -248,7 +249,8 @@ def _probe_of_token(
     entropy: Variable,
     query_of: Callable[[Attention], int | None],
 ) -> Probe:
-    """Return a probe of a class token shared by all classes, the latent of an attention pool, or a distillation token.
+    """Return a probe of a class token shared by all classes, the latent of an attention pool, or a
+    distillation token.
 
     Args:
         kind: Name of the probe.
@@ -261,7 +263,9 @@ def _probe_of_token(
     to_itself, to_others = f"{prefix}self_attention", f"{prefix}token_attention"
 
     def numbers(attention: Attention) -> Mapping[str, Tensor | Pattern]:
-        """Return entropy, content information and attention to the tokens before the grid of the token's row."""
+        """Return entropy, content information and attention to the tokens before the grid of the
+        token's row.
+        """
         query = query_of(attention)
         if query is None:
             return {}
@@ -275,15 +279,15 @@ def _probe_of_token(
             f"{name}entropy": row_entropy.mean(1),
             f"{name}selectivity": (visible[..., None] - row_entropy).mean(1),
         }
-        measured[f"{name}content_information"] = pattern_of_query(
-            attention, weights, row_entropy
-        )
+        measured[f"{name}content_information"] = pattern_of_query(attention, weights, row_entropy)
         if before := attention.layout.prefix:
             measured[f"{name}prefix_attention"] = weights[..., :before].sum(-1).mean(1)
         return measured
 
     def maps(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
-        """Split the token's row into the grid (images, windows, heads, height, width), itself and other tokens."""
+        """Split the token's row into the grid (images, windows, heads, height, width), itself and
+        other tokens.
+        """
         query, keys = query_of(attention), attention.layout.keys
         if query is None or keys is None:
             return {}
@@ -299,22 +303,22 @@ def _probe_of_token(
     map_dims = tuple(dim for dim in MAP_DIMS if dim not in ("y", "x"))
     variables = {
         f"{name}entropy": entropy,
-        f"{name}content_information": content_information(
-            f"of the {token}'s attention"
-        ),
+        f"{name}content_information": content_information(f"of the {token}'s attention"),
         f"{name}selectivity": selectivity(f"of the {token}'s attention"),
         f"{name}prefix_attention": Variable(
             HEAD,
             "1",
             f"{token}'s attention to class and register tokens",
-            f"Attention of the {token} to itself and to the other tokens before the grid. {IMAGE_MEAN}",
+            f"Attention of the {token} to itself and to the other tokens before the grid. "
+            f"{IMAGE_MEAN}",
         ),
         f"{name}attention": Variable(
             MAP_DIMS,
             "1",
             f"{token.removesuffix(' token')} attention",
-            f"A_ij of the {token} i over the keys j on the grid. Together with its attention to itself and to the "
-            f"other tokens before the grid ({to_itself}, {to_others}) it sums to one.",
+            f"A_ij of the {token} i over the keys j on the grid. Together with its attention to "
+            f"itself and to the other tokens before the grid ({to_itself}, {to_others}) it sums to "
+            "one.",
             dtype="float32",
         ),
         to_itself: Variable(
@@ -328,7 +332,8 @@ def _probe_of_token(
             map_dims,
             "1",
             f"{token}'s attention to other tokens",
-            f"A_ij of the {token} i, summed over the other class, distillation and register tokens j among the keys.",
+            f"A_ij of the {token} i, summed over the other class, distillation and register tokens "
+            "j among the keys.",
             dtype="float32",
         ),
     }
@@ -363,19 +368,19 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
     return {
         "class_entropy": statistics["entropy"],
         "class_content_information": statistics["content_information"],
-        "class_selectivity": statistics["uniform_entropy"][:, None]
-        - statistics["entropy"],
+        "class_selectivity": statistics["uniform_entropy"][:, None] - statistics["entropy"],
     }
 
 
-def _maps_of_classes(
-    attention: Attention, images: Sequence[int]
-) -> Mapping[str, Tensor]:
-    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few classes."""
+def _maps_of_classes(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
+    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few
+    classes.
+    """
     # Rows of several windows have different keys, and do not form a map of the image.
     if attention.layout.keys is None or attention.windows > 1:
         return {}
-    # (heads, K, N_key) to (K, N_key): a pool usually has one head; the map of several heads is their mean.
+    # (heads, K, N_key) to (K, N_key): a pool usually has one head; the map of several heads is
+    # their mean.
     rows = [attention.weights(slice(None), image)[0, 0].mean(0) for image in images]
     return {"attention_by_class": attention.on_grid(torch.stack(rows))}
 
@@ -385,15 +390,14 @@ ATTENTION_BY_CLASS = Probe(
     "attention-by-class",
     {
         "class_entropy": CLASS_ENTROPY,
-        "class_content_information": content_information(
-            "of the class tokens' attention"
-        ),
+        "class_content_information": content_information("of the class tokens' attention"),
         "class_selectivity": selectivity("of the class tokens' attention"),
         "attention_by_class": Variable(
             (*_CLASS_DIMS, "y", "x"),
             "1",
             "attention of the class's token",
-            "A_cj of the token of class c over the patches (PatchConvNet paper, Fig. 2). Sums to one.",
+            "A_cj of the token of class c over the patches (PatchConvNet paper, Fig. 2). Sums to "
+            "one.",
             dtype="float32",
         ),
         "class_index": Variable(

@@ -27,10 +27,10 @@ def _state(block: Any) -> dict[str, Tensor]:
 
 
 def _share_of_small(module: nn.Module) -> Tensor | None:
-    """Return the share of weights below 5 % of the largest in their linear layer; None without linear layers."""
-    weights = [
-        layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)
-    ]
+    """Return the share of weights below 5 % of the largest in their linear layer; None without
+    linear layers.
+    """
+    weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     # In bfloat16 the limit itself would be rounded, by up to 0.2 %.
     sizes = [weight.to(at_least_float32(weight.dtype)).abs() for weight in weights]
     small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
@@ -43,8 +43,8 @@ def _variable(layers: str) -> Variable:
         ("layer",),
         "1",
         f"share of small weights, {layers}",
-        f"Share of the weights of {layers} that are smaller than {NEAR_ZERO:.0%} of the largest, in absolute value "
-        "(Touvron's thesis, Fig. 4.3), at the time of the mark.",
+        f"Share of the weights of {layers} that are smaller than {NEAR_ZERO:.0%} of the largest, "
+        "in absolute value (Touvron's thesis, Fig. 4.3), at the time of the mark.",
     )
 
 

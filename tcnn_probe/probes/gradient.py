@@ -1,8 +1,10 @@
-"""Gradient norm of each attention head, which shows how strongly the head's own parameters are trained.
+"""Gradient norm of each attention head, which shows how strongly the head's own parameters are
+trained.
 
-The order of queries, keys and values of the heads in a matrix differs between similar layers (LeViT interleaves them
-head by head; Nest interleaves the heads in each channel). Parameters are therefore assigned to heads by the class of a
-layer, whose source was read. Unknown classes are left out and named in ``recorder.missing``.
+The order of queries, keys and values of the heads in a matrix differs between similar layers (LeViT
+interleaves them head by head; Nest interleaves the heads in each channel). Parameters are therefore
+assigned to heads by the class of a layer, whose source was read. Unknown classes are left out and
+named in ``recorder.missing``.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +28,9 @@ Parameters = Iterator[tuple[Tensor | None, int]]
 
 
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
-    """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
+    """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads *
+    d) -> (heads,).
+    """
     by_head = gradient.reshape(blocks, heads, -1)
     # Squares of half-precision gradients would underflow, so they are computed in float32 at least.
     return torch.linalg.vector_norm(
@@ -55,7 +59,8 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
         yield from _columns(output, heads)
     if record.taps:
         weight = getattr(layer, record.taps)
-        # (C_out, C_in, k_h, k_w) has C_out * C_in blocks of heads, because each tap belongs to a head.
+        # (C_out, C_in, k_h, k_w) has C_out * C_in blocks of heads, because each tap belongs to a
+        # head.
         yield weight, weight.shape[:2].numel()
 
 
@@ -63,7 +68,8 @@ def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Paramet
     if not isinstance(part, nn.Linear):
         raise NotMeasuredError(f"{name} is {type(part).__name__}, not an nn.Linear")
     rows = part.out_features
-    # The rows of a single matrix qkv follow from the output projection; separate queries and keys may have other sizes.
+    # The rows of a single matrix qkv follow from the output projection; separate queries and keys
+    # may have other sizes.
     if rows % (blocks * heads) or (
         blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features
     ):
@@ -83,7 +89,8 @@ def _columns(layer: nn.Linear, heads: int) -> Parameters:
     yield layer.weight, layer.out_features
 
 
-# Layers that cannot be measured are included, so that an unknown kind of attention is reported as missing.
+# Layers that cannot be measured are included, so that an unknown kind of attention is reported as
+# missing.
 def _is_expected(layer: nn.Module) -> bool:
     """Return whether the layer is known, or has heads and looks like attention."""
     if known(layer).head_parameters is not None:
@@ -95,7 +102,9 @@ class GradientProbe(Probe):
     """Gradient norms of the heads of layers whose parameters are known head by head."""
 
     def gradients(self, module: nn.Module) -> GradientNorms:
-        """Return the parameters that belong to single heads, with functions that sum squares by head."""
+        """Return the parameters that belong to single heads, with functions that sum squares by
+        head.
+        """
         record = known(module).head_parameters
         if record is None:
             raise NotMeasuredError(
@@ -105,10 +114,9 @@ class GradientProbe(Probe):
         by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
         for parameter, blocks in _parameters(module, record, heads):
             if isinstance(parameter, nn.Parameter):
-                by_parameter.append(
-                    (parameter, partial(_by_head, blocks=blocks, heads=heads))
-                )
-            # A tensor that is not a parameter, as under torch's parametrizations, accumulates no gradient.
+                by_parameter.append((parameter, partial(_by_head, blocks=blocks, heads=heads)))
+            # A tensor that is not a parameter, as under torch's parametrizations, accumulates no
+            # gradient.
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}
@@ -121,11 +129,13 @@ GRADIENT = GradientProbe(
             HEAD,
             "1",
             "gradient norm of the head",
-            "Euclidean norm of the gradient of the parameters that are the head's own: weights and biases of its "
-            "queries, keys and values, its columns of the output projection; of GPSA its tap of the weight in place of "
-            "these columns, its locality strength (before the softplus), centre and gate; of ConViT its position "
-            "weights and gate. Root mean square over the backward passes since the previous mark, of the gradient that "
-            "each pass added, in each process separately, and with the factor of a loss scaler if there is one.",
+            "Euclidean norm of the gradient of the parameters that are the head's own: weights and "
+            "biases of its queries, keys and values, its columns of the output projection; of GPSA "
+            "its tap of the weight in place of these columns, its locality strength (before the "
+            "softplus), centre and gate; of ConViT its position weights and gate. Root mean square "
+            "over the backward passes since the previous mark, of the gradient that each pass "
+            "added, in each process separately, and with the factor of a loss scaler if there is "
+            "one.",
         )
     },
     _is_expected,

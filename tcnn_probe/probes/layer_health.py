@@ -1,7 +1,9 @@
-"""Signs of health: collapsed queries, sinks, similar heads and queries, silent heads, and outlier tokens.
+"""Signs of health: collapsed queries, sinks, similar heads and queries, silent heads, and outlier
+tokens.
 
-In gated layers (GPSA, ConViT) all of these measure the content part C, which depends on the images: the positional part
-is the same for all images, and its state is recorded as gate, locality strength and centre.
+In gated layers (GPSA, ConViT) all of these measure the content part C, which depends on the images:
+the positional part is the same for all images, and its state is recorded as gate, locality strength
+and centre.
 """
 
 import math
@@ -22,13 +24,18 @@ from tcnn_probe.schema import Variable
 __all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
 
 ENTROPY_BINS = 20
-"""Number of bins of the histogram of entropies: with a width of 0.05, quantiles have an error of at most 0.05."""
+"""Number of bins of the histogram of entropies: with a width of 0.05, quantiles have an error of at
+most 0.05.
+"""
 TOKEN_KINDS = ("class", "register", "border", "inner", "text")
-"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner tokens are patches."""
+"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner
+tokens are patches.
+"""
 OUTLIER = 3.0
-"""Norm above which a token is an outlier, as a multiple of the median norm. Darcet et al. (arXiv 2309.16588) use a norm
-of 150 for DINOv2-g, between its two modes, which differ by a factor of ten; a multiple of the median, which is our
-choice, applies to models of any scale."""
+"""Norm above which a token is an outlier, as a multiple of the median norm. Darcet et al. (arXiv
+2309.16588) use a norm of 150 for DINOv2-g, between its two modes, which differ by a factor of ten;
+a multiple of the median, which is our choice, applies to models of any scale.
+"""
 
 
 def _measure(attention: Attention) -> Mapping[str, Tensor]:
@@ -50,7 +57,9 @@ def _measure(attention: Attention) -> Mapping[str, Tensor]:
 
 
 def _of_entropy(attention: Attention, rows: ContentRows) -> dict[str, Tensor]:
-    """Count the queries of each image by their entropy as a share of the log of the number of keys that they see."""
+    """Count the queries of each image by their entropy as a share of the log of the number of keys
+    that they see.
+    """
     if attention.content_keys < 2:
         return {}
     largest: float | Tensor = math.log(attention.content_keys)
@@ -79,7 +88,9 @@ def _over_windows(attention: Attention, values: Tensor) -> Tensor:
 
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
-    """Measure the key that receives the most attention: its share, its kind, and the relative norm of its value."""
+    """Measure the key that receives the most attention: its share, its kind, and the relative norm
+    of its value.
+    """
     # (B, windows, heads): each window has its own sink.
     share, index = received.max(-1)
     measured = {"sink": _over_windows(attention, share)}
@@ -111,7 +122,9 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
 
 
 def _token_kinds(attention: Attention) -> Tensor | None:
-    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,), or None if the grid is unknown."""
+    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,), or None if the grid
+    is unknown.
+    """
     if attention.map_size is None:
         return None
     height, width = attention.map_size
@@ -171,8 +184,11 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
 
 
 def _sums_of_powers(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_k s_k^2 and sum_k s_k^4 / (sum_k s_k^2)^2 of the singular values of outputs (B, heads, N, d)."""
-    # These are the trace and the squared norm of o^T o, or of o o^T where that is smaller: no decomposition is needed.
+    """Return sum_k s_k^2 and sum_k s_k^4 / (sum_k s_k^2)^2 of the singular values of outputs (B,
+    heads, N, d).
+    """
+    # These are the trace and the squared norm of o^T o, or of o o^T where that is smaller: no
+    # decomposition is needed.
     is_wide = outputs.shape[2] < outputs.shape[3]
     products = outputs @ outputs.mT if is_wide else outputs.mT @ outputs
     squares = products.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -222,10 +238,7 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
 
 
 _LAYER = ("layer",)
-_ENTERING = (
-    "of the tokens that enter the layer's block, before it normalises them. "
-    + IMAGE_MEAN
-)
+_ENTERING = "of the tokens that enter the layer's block, before it normalises them. " + IMAGE_MEAN
 _OF_CONTENT = f"In gated layers: of the content part C. {IMAGE_MEAN}"
 
 HEALTH = Probe(
@@ -236,65 +249,71 @@ HEALTH = Probe(
             (*HEAD, "entropy_bin"),
             "1",
             "share of queries by entropy",
-            "Share of the queries in bin k, whose entropy divided by the log of the number of keys that they see is "
-            f"from k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS}. A few collapsed queries are visible here, but not "
-            f"in a mean (entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
+            "Share of the queries in bin k, whose entropy divided by the log of the number of keys "
+            f"that they see is from k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS}. A few "
+            "collapsed queries are visible here, but not in a mean (entropy collapse: Zhai et al. "
+            f"2023, arXiv 2303.06296). {_OF_CONTENT}",
         ),
         "sink": Variable(
             HEAD,
             "1",
             "share of the sink",
-            "max_j of the mean over queries of A_ij: the share of the attention of all queries that the most attended "
-            "key receives; the mean over windows in windowed attention (attention sink: Xiao et al. 2023, arXiv "
-            f"2309.17453; Gu et al. 2024, arXiv 2410.10781, call a share above 0.3 a sink). {_OF_CONTENT}",
+            "max_j of the mean over queries of A_ij: the share of the attention of all queries "
+            "that the most attended key receives; the mean over windows in windowed attention "
+            "(attention sink: Xiao et al. 2023, arXiv 2309.17453; Gu et al. 2024, arXiv "
+            f"2410.10781, call a share above 0.3 a sink). {_OF_CONTENT}",
         ),
         "sink_kind": Variable(
             (*HEAD, "token_kind"),
             "1",
             "kind of the sink",
-            "Share of images in which the most attended key is a class (or distillation) token, a register, a "
-            f"patch at the border of the grid (of the window), another patch, or a word. {_OF_CONTENT}",
+            "Share of images in which the most attended key is a class (or distillation) token, a "
+            "register, a patch at the border of the grid (of the window), another patch, or a "
+            f"word. {_OF_CONTENT}",
         ),
         "sink_value_norm": Variable(
             HEAD,
             "1",
             "norm of the sink's value",
-            "||v_j|| of the most attended key, divided by the median of the other keys' norms (the lower one for an "
-            "even number); 0 if the median is 0. A sink with a vanishing value does nothing (arXiv 2606.08105). NaN "
-            f"for a softmax that is not part of fused attention. {_OF_CONTENT}",
+            "||v_j|| of the most attended key, divided by the median of the other keys' norms (the "
+            "lower one for an even number); 0 if the median is 0. A sink with a vanishing value "
+            "does nothing (arXiv 2606.08105). NaN for a softmax that is not part of fused "
+            f"attention. {_OF_CONTENT}",
         ),
         "query_diversity": Variable(
             HEAD,
             "nat",
             "diversity of queries",
-            "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: I(query; key), given the "
-            "image. 0 if all queries attend alike, at most the log of their number. Divided by the root of that log "
-            "times H(mean over queries of A_i), it is the normalised mutual information of Park et al. 2023 (arXiv "
-            f"2305.00729). {_OF_CONTENT}",
+            "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: "
+            "I(query; key), given the image. 0 if all queries attend alike, at most the log of "
+            "their number. Divided by the root of that log times H(mean over queries of A_i), it "
+            "is the normalised mutual information of Park et al. 2023 (arXiv 2305.00729). "
+            f"{_OF_CONTENT}",
         ),
         "head_similarity": Variable(
             HEAD,
             "1",
             "similarity to other heads",
-            "Mean cosine between a head's rows A_i and those of the layer's other heads, for the same image and query "
-            "(DeepViT, arXiv 2103.11886, compares layers in this way; Li et al. 2018, arXiv 1810.10183, regularise the "
-            f"same products). Uses at most {QUERIES} queries of patches, evenly spread. {_OF_CONTENT}",
+            "Mean cosine between a head's rows A_i and those of the layer's other heads, for the "
+            "same image and query (DeepViT, arXiv 2103.11886, compares layers in this way; Li et "
+            f"al. 2018, arXiv 1810.10183, regularise the same products). Uses at most {QUERIES} "
+            f"queries of patches, evenly spread. {_OF_CONTENT}",
         ),
         "output_norm": Variable(
             HEAD,
             "1",
             "norm of the head's output",
-            "Root mean square over queries of ||o_i||, o = A v, before the output projection. NaN for a softmax that "
-            f"is not part of fused attention. {IMAGE_MEAN}",
+            "Root mean square over queries of ||o_i||, o = A v, before the output projection. NaN "
+            f"for a softmax that is not part of fused attention. {IMAGE_MEAN}",
         ),
         "output_rank": Variable(
             HEAD,
             "1",
             "rank of the head's output",
-            "(sum_k s_k^2)^2 / sum_k s_k^4 of the singular values s of the outputs o = A v of an image (queries, d): "
-            "the participation ratio of Gao et al. 2017, uncentred, so that it is 1 if all outputs are alike (rank "
-            "collapse: Dong et al. 2021, arXiv 2103.03404), 0 if all are zero. NaN for a softmax that is not part of "
-            f"fused attention. {IMAGE_MEAN}",
+            "(sum_k s_k^2)^2 / sum_k s_k^4 of the singular values s of the outputs o = A v of an "
+            "image (queries, d): the participation ratio of Gao et al. 2017, uncentred, so that it "
+            "is 1 if all outputs are alike (rank collapse: Dong et al. 2021, arXiv 2103.03404), 0 "
+            f"if all are zero. NaN for a softmax that is not part of fused attention. {IMAGE_MEAN}",
         ),
         "token_norm": Variable(
             _LAYER,
@@ -306,15 +325,17 @@ HEALTH = Probe(
             _LAYER,
             "1",
             "largest norm of patch tokens",
-            "max ||x|| of the patch tokens that enter the layer's block, over the images seen since the previous mark.",
+            "max ||x|| of the patch tokens that enter the layer's block, over the images seen "
+            "since the previous mark.",
             over_images="largest",
         ),
         "token_outliers": Variable(
             _LAYER,
             "1",
             "share of outlier tokens",
-            f"Share of patch tokens with more than {OUTLIER:g} times the median norm (registers: Darcet et al. 2023, "
-            f"arXiv 2309.16588, count those of the model's output tokens, above a fixed norm), {_ENTERING}",
+            f"Share of patch tokens with more than {OUTLIER:g} times the median norm (registers: "
+            "Darcet et al. 2023, arXiv 2309.16588, count those of the model's output tokens, above "
+            f"a fixed norm), {_ENTERING}",
         ),
         "class_token_norm": Variable(
             _LAYER,
@@ -332,8 +353,8 @@ HEALTH = Probe(
             _LAYER,
             "1",
             "cosine between patch tokens",
-            "Mean cosine between different patch tokens of an image (Touvron's thesis, Section 3.3; over-smoothing: "
-            f"Wang et al. 2022, arXiv 2203.05962), {_ENTERING}",
+            "Mean cosine between different patch tokens of an image (Touvron's thesis, Section "
+            f"3.3; over-smoothing: Wang et al. 2022, arXiv 2203.05962), {_ENTERING}",
         ),
     },
     group="",

@@ -1,7 +1,9 @@
-"""LayerScale weights, and the norms of residual branches relative to the main branch (Touvron's thesis, Fig. 3.6).
+"""LayerScale weights, and the norms of residual branches relative to the main branch (Touvron's
+thesis, Fig. 3.6).
 
-A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a weight lambda for each channel
-(thesis, Section 3.5.1). Blocks are recognised by their class; blocks whose forward method was replaced are ignored.
+A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a weight lambda for
+each channel (thesis, Section 3.5.1). Blocks are recognised by their class; blocks whose forward
+method was replaced are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +53,9 @@ def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 
 def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
-    """Return the term that the branch adds, before stochastic depth, in the layout of the main branch."""
+    """Return the term that the branch adds, before stochastic depth, in the layout of the main
+    branch.
+    """
     if not branch.output:
         return call.parts[branch.scale].output
     added, weights = call.parts[branch.output].output, _weights(call.module, branch)
@@ -59,16 +63,15 @@ def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
     if weights is not None:
         shape = [1] * added.ndim
         shape[axis] = -1
-        # The block multiplies by its parameter after the submodule, so the observed output does not include it.
+        # The block multiplies by its parameter after the submodule, so the observed output does not
+        # include it.
         added = added * weights.view(shape)
     return added.movedim(axis, branch.main_axis)
 
 
 def _norm(x: Tensor) -> Tensor:
     """Return the norm of each image over tokens and channels, shape (B,)."""
-    return torch.linalg.vector_norm(
-        x.flatten(1), dim=1, dtype=at_least_float32(x.dtype)
-    )
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=at_least_float32(x.dtype))
 
 
 def _measure(call: ForwardCall) -> dict[str, Tensor]:
@@ -81,15 +84,16 @@ def _measure(call: ForwardCall) -> dict[str, Tensor]:
 
 
 def _rebuild(call: ForwardCall) -> Tensor | None:
-    """Return the sum of the main branch and all residual branches, which verifies the block's record."""
+    """Return the sum of the main branch and all residual branches, which verifies the block's
+    record.
+    """
     block, branches = call.module, _branches(call.module)
     # In training, stochastic depth drops the branches of some images.
-    if block.training and any(
-        getattr(child, "drop_prob", 0) for child in block.children()
-    ):
+    if block.training and any(getattr(child, "drop_prob", 0) for child in block.children()):
         return None
     return sum(
-        # Branches are added in sequence, so the block's output is the first main branch plus all residual branches.
+        # Branches are added in sequence, so the block's output is the first main branch plus all
+        # residual branches.
         (_added(call, branch)[:1] for branch in branches),
         _main(call, branches[0])[:1],
     )
@@ -102,21 +106,15 @@ class LayerScaleProbe(Probe):
         """Return the submodules that make up the branches."""
         branches = _branches(module)
         names = {
-            str(part).removeprefix(":")
-            for b in branches
-            for part in (b.scale, b.output, b.main)
+            str(part).removeprefix(":") for b in branches for part in (b.scale, b.output, b.main)
         }
         submodules = {name: getattr(module, name, None) for name in sorted(names)}
-        return {
-            name: part
-            for name, part in submodules.items()
-            if isinstance(part, nn.Module)
-        }
+        return {name: part for name, part in submodules.items() if isinstance(part, nn.Module)}
 
 
 _ORDER = (
-    "Branches in the order: mixer (attention, ResMLP's cross-patch layer, or the only branch, as in ConvNeXt), mlp, "
-    "local (XCiT)."
+    "Branches in the order: mixer (attention, ResMLP's cross-patch layer, or the only branch, as "
+    "in ConvNeXt), mlp, local (XCiT)."
 )
 
 LAYER_SCALE = LayerScaleProbe(
@@ -126,17 +124,17 @@ LAYER_SCALE = LayerScaleProbe(
             ("layer", "branch", "channel"),
             "1",
             "LayerScale weights",
-            "lambda of each channel of a residual branch (Touvron's thesis, Section 3.5.1), at the time of the mark; 1 "
-            "for a branch without LayerScale in a block that has LayerScale in another branch, NaN for a block without "
-            f"LayerScale. {_ORDER}",
+            "lambda of each channel of a residual branch (Touvron's thesis, Section 3.5.1), at the "
+            "time of the mark; 1 for a branch without LayerScale in a block that has LayerScale in "
+            f"another branch, NaN for a block without LayerScale. {_ORDER}",
         ),
         "residual_ratio": Variable(
             ("layer", "branch"),
             "1",
             "residual branch / main branch",
-            "||lambda g(x)||_2 / ||x||_2 of an image, over all its tokens and channels, where the branch g is added "
-            "to x (Touvron's thesis, Fig. 3.6); before stochastic depth. Mean over the images seen since the "
-            f"previous mark. {_ORDER}",
+            "||lambda g(x)||_2 / ||x||_2 of an image, over all its tokens and channels, where the "
+            "branch g is added to x (Touvron's thesis, Fig. 3.6); before stochastic depth. Mean "
+            f"over the images seen since the previous mark. {_ORDER}",
         ),
     },
     lambda module: bool(_branches(module)),

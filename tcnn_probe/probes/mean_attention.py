@@ -1,4 +1,6 @@
-"""Mean attention maps of selected queries, which are the static pattern of each head on the layer's grid."""
+"""Mean attention maps of selected queries, which are the static pattern of each head on the layer's
+grid.
+"""
 
 from collections.abc import Sequence
 
@@ -14,7 +16,8 @@ __all__ = ["MEAN_ATTENTION", "mean_attention"]
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
-    """Record the mean over images of the attention of selected queries, which is the static pattern of each head.
+    """Record the mean over images of the attention of selected queries, which is the static pattern
+    of each head.
 
     ::
 
@@ -23,13 +26,15 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
             ...
         recorder.tree["mean-attention"].mean_attention.sel(query="0.1, 0.9")
 
-    The group "mean-attention" has ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
-    ``images``, the number of images in the mean. Rows sum to one minus the attention to class and register tokens or to
-    padding. Layers with smaller grids than others have NaN beyond their grids. Layers with attention in windows are
-    left out. All images must have the same size.
+    The group "mean-attention" has ``mean_attention`` (epoch, layer, head, query, y, x) over the
+    keys on the grid, and ``images``, the number of images in the mean. Rows sum to one minus the
+    attention to class and register tokens or to padding. Layers with smaller grids than others have
+    NaN beyond their grids. Layers with attention in windows are left out. All images must have the
+    same size.
 
     Args:
-        queries: Rows and columns, as fractions of height and width: (0.5, 0.5) is the middle in all layers.
+        queries: Rows and columns, as fractions of height and width: (0.5, 0.5) is the middle in all
+            layers.
 
     Returns:
         A probe, for ``record(probes=)``.
@@ -38,11 +43,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         ValueError: There is no query, or a query is not a pair or is outside of the grid.
     """
     places = np.asarray(queries, dtype=float)
-    if (
-        not places.size
-        or places.shape[1:] != (2,)
-        or not ((places >= 0) & (places < 1)).all()
-    ):
+    if not places.size or places.shape[1:] != (2,) or not ((places >= 0) & (places < 1)).all():
         raise ValueError(
             f"expected queries=[(row, column), ...], from 0 and below 1, got {queries!r}"
         )

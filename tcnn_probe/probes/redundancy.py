@@ -1,4 +1,6 @@
-"""Heads that a network could do without: sinks, and heads that attend like another head of their layer."""
+"""Heads that a network could do without: sinks, and heads that attend like another head of their
+layer.
+"""
 
 import math
 from collections.abc import Mapping
@@ -24,15 +26,15 @@ def _measure(attention: Attention) -> Mapping[str, Tensor]:
     if first is None or attention.queries - first < 2:
         return {}
     queries = slice(first, None, _stride(attention, attention.queries - first))
-    measured = [
-        _of_image(attention, queries, image) for image in range(attention.images)
-    ]
+    measured = [_of_image(attention, queries, image) for image in range(attention.images)]
     sinks, cosines = map(torch.stack, zip(*measured, strict=True))
     return {"sink_images": sinks, "head_cosine": cosines}
 
 
 def _stride(attention: Attention, count: int) -> int:
-    """Return a step between queries that leaves at most 64 of them, and that visits all columns of the grid."""
+    """Return a step between queries that leaves at most 64 of them, and that visits all columns of
+    the grid.
+    """
     stride = math.ceil(count / QUERIES)
     width = 1 if attention.layout.queries is None else attention.layout.queries.width
     while math.gcd(stride, width) > 1:
@@ -40,10 +42,10 @@ def _stride(attention: Attention, count: int) -> int:
     return stride
 
 
-def _of_image(
-    attention: Attention, queries: slice, image: int
-) -> tuple[Tensor, Tensor]:
-    """Return the share of windows with a sink, (heads,), and cosines between heads, (heads, heads)."""
+def _of_image(attention: Attention, queries: slice, image: int) -> tuple[Tensor, Tensor]:
+    """Return the share of windows with a sink, (heads,), and cosines between heads, (heads,
+    heads).
+    """
     rows = attention.weights(queries, image)[0]
     counted = rows.new_ones(len(rows), rows.shape[2])
     if attention.visibility is not None:
@@ -69,16 +71,16 @@ REDUNDANCY = Probe(
             HEAD,
             "1",
             "share of images with a sink",
-            f"Share of images (in windowed attention, of windows) in which at least {_SHARE:g} of the queries put at "
-            f"least {_WEIGHT:g} of their attention on the same key (the sink of arXiv 2606.08105). {_QUERIES} "
-            f"{IMAGE_MEAN}",
+            f"Share of images (in windowed attention, of windows) in which at least {_SHARE:g} of "
+            f"the queries put at least {_WEIGHT:g} of their attention on the same key (the sink of "
+            f"arXiv 2606.08105). {_QUERIES} {IMAGE_MEAN}",
         ),
         "head_cosine": Variable(
             (*HEAD, "other_head"),
             "1",
             "cosine with another head",
-            "Mean cosine between the rows A_i of two heads of a layer, for the same image and query. "
-            f"{_QUERIES} {IMAGE_MEAN}",
+            "Mean cosine between the rows A_i of two heads of a layer, for the same image and "
+            f"query. {_QUERIES} {IMAGE_MEAN}",
         ),
     },
     group="",

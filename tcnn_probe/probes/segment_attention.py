@@ -29,8 +29,9 @@ SEGMENT_ATTENTION = Probe(
             (*HEAD, "query_segment", "key_segment"),
             "1",
             "attention between segments",
-            "Sum of A_ij over the keys j of a segment, mean over the queries i of a segment that see at least one key. "
-            f"Sums to one over the segments of keys. NaN where a layer has no queries of the segment. {MEAN}",
+            "Sum of A_ij over the keys j of a segment, mean over the queries i of a segment that "
+            "see at least one key. Sums to one over the segments of keys. NaN where a layer has no "
+            f"queries of the segment. {MEAN}",
             over_images="shares",
         )
     },

@@ -32,7 +32,9 @@ class OtherLayersError(StoreError):
 
 
 def check_probes(collector: Collector) -> None:
-    """Raise an error if it is known before a forward that probes have no layer, or if no probe has the wanted maps."""
+    """Raise an error if it is known before a forward that probes have no layer, or if no probe has
+    the wanted maps.
+    """
     probes, sampling = collector.probes, collector.sampling
     kinds = [probe.kind for probe in probes]
     has_maps = any(probe.maps and probe.images is None for probe in probes)
@@ -45,7 +47,8 @@ def check_probes(collector: Collector) -> None:
     ]
     if sampling.classes and not (sampling.images and counts):
         raise ValueError(
-            f"classes={sampling.plain_classes} chooses maps: expected images=, and a layer with a token for each class"
+            f"classes={sampling.plain_classes} chooses maps: expected images=, and a layer with a "
+            "token for each class"
         )
     for count in counts:
         sampling.check_classes(count)
@@ -61,7 +64,9 @@ def check_probes(collector: Collector) -> None:
 def check_same_recording(
     store: EpochStore, provenance: Mapping[str, str], collector: Collector
 ) -> None:
-    """Raise an error if the store is known, before a forward, to be of another model, layers, images or classes."""
+    """Raise an error if the store is known, before a forward, to be of another model, layers,
+    images or classes.
+    """
     groups, attrs, sampling = store.groups, store.attrs, collector.sampling
     if groups is None or attrs is None:
         return
@@ -69,12 +74,14 @@ def check_same_recording(
         stored, current = attrs.get(name), provenance.get(name)
         if None not in (stored, current) and stored != current:
             raise StoreError(
-                f"the store is a recording of another model: {name} {stored!r} there, {current!r} here"
+                f"the store is a recording of another model: {name} {stored!r} there, {current!r} "
+                "here"
             )
     images = json.loads(attrs["images"])
     if images != list(sampling.images):
         raise StoreError(
-            f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}"
+            f"the store keeps maps of the images {images}, and images= asks for "
+            f"{list(sampling.images)}"
         )
     # A recording that has only scalars may get layers, for example when a CNN has become a T-CNN.
     if not store.has_layers:
@@ -88,7 +95,8 @@ def check_same_recording(
                 classes = table["classes"], sampling.plain_classes
                 if classes[0] != classes[1]:
                     raise StoreError(
-                        f"the store has maps of {layer!r} with classes={classes[0]}, got classes={classes[1]}"
+                        f"the store has maps of {layer!r} with classes={classes[0]}, got "
+                        f"classes={classes[1]}"
                     )
     for (layer, kind), measured in collector.layers.items():
         probe, facts = measured.probe, {"kind": kind, **measured.facts()}
@@ -110,11 +118,12 @@ def _other_layers(layer: str, stored: object, current: object) -> StoreError:
 
 
 def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> None:
-    """Raise an error if the store has other numbers of a layer, or those of a probe that does not measure now.
+    """Raise an error if the store has other numbers of a layer, or those of a probe that does not
+    measure now.
 
-    Layers that have not run yet may be absent, other layers may join, and maps may have another size, as sizes of
-    images may differ from run to run. Variables that the recording began without, in an earlier version, are left out
-    of it.
+    Layers that have not run yet may be absent, other layers may join, and maps may have another
+    size, as sizes of images may differ from run to run. Variables that the recording began without,
+    in an earlier version, are left out of it.
     """
     for path, before in stored.items():
         if before.maps:
@@ -122,19 +131,17 @@ def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> No
         now = current.get(path, Group({}, {}))
         layers = [layer for layer in before.layers if layer in now.layers]
         names, dims = before.variables.keys() & now.variables.keys(), set()
-        # Sizes and labels are those of the largest layer, and variables those of any, which may be absent.
+        # Sizes and labels are those of the largest layer, and variables those of any, which may be
+        # absent.
         if before.layers.keys() == now.layers.keys():
             names = {*before.variables}
             dims = {dim for name in names for dim in before.variables[name].dims}
-        pair = [
-            _facts(group, layers, dims, names if layers else ())
-            for group in (before, now)
-        ]
+        pair = [_facts(group, layers, dims, names if layers else ()) for group in (before, now)]
         for fact, value in pair[0].items():
             if value != pair[1][fact]:
                 raise StoreError(
-                    f"the store is a recording of something else ({fact}: {value} there, {pair[1][fact]} here): choose "
-                    f"another path"
+                    f"the store is a recording of something else ({fact}: {value} there, "
+                    f"{pair[1][fact]} here): choose another path"
                 )
         for layer, table in before.layers.items():
             if table["kind"] not in kinds:
@@ -147,8 +154,7 @@ def _facts(
     """Return the facts of a group that must be the same when it is continued."""
     # After a round trip through JSON, as in a store, tuples are lists and keys are strings.
     facts: dict[str, Any] = {
-        f"layer {layer!r}": json.loads(json.dumps(dict(group.layers[layer])))
-        for layer in layers
+        f"layer {layer!r}": json.loads(json.dumps(dict(group.layers[layer]))) for layer in layers
     }
     for dim in sorted({*dims} - {"layer"}):
         facts[f"dimension {dim!r}"] = group.sizes.get(dim, "absent")
@@ -213,10 +219,10 @@ def _what_is_lacking(
     # A model may skip some layers, as in LayerDrop.
     if running and not has_run:
         return f"no image in {mode} reached {names}"
-    # If all probes measure only gradients, there are neither images nor a state, so backward passes are checked.
+    # If all probes measure only gradients, there are neither images nor a state, so backward passes
+    # are checked.
     if layers and not any(
-        layer.probe.runs or layer.probe.state or sums[key].squares
-        for key, layer in layers.items()
+        layer.probe.runs or layer.probe.state or sums[key].squares for key, layer in layers.items()
     ):
         return f"no gradient reached {names}, which are perhaps frozen,"
     if collector.attention_probes and not (collector.forwards.measured or has_run):
@@ -242,9 +248,7 @@ def _notes(collector: Collector) -> list[str]:
         notes.append("run the validation, with model.eval(), before mark()")
     notes.append("if you evaluate a copy, such as a moving average, record that copy")
     if forwards.called_parts:
-        notes.append(
-            f"parts of the model were called: {_shorten(forwards.called_parts)}"
-        )
+        notes.append(f"parts of the model were called: {_shorten(forwards.called_parts)}")
     compiled = [
         name
         for module, name in names.items()
@@ -252,8 +256,8 @@ def _notes(collector: Collector) -> list[str]:
     ]
     if compiled:
         notes.append(
-            f"the parts {_shorten(compiled)} are compiled, and are seen only in calls of the model: compile them as "
-            f"model.part = torch.compile(model.part)"
+            f"the parts {_shorten(compiled)} are compiled, and are seen only in calls of the "
+            "model: compile them as model.part = torch.compile(model.part)"
         )
     if collector.stream.unsupported:
         notes.append(f"layers that look like attention: {collector.stream.unsupported}")
@@ -264,8 +268,8 @@ def _notes(collector: Collector) -> list[str]:
         notes.append(
             f"layers that are named like attention: {_shorten(like)}"
             if like
-            else "tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA layers, and probes= "
-            "measures other layers"
+            else "tcnn_model.reparameterize(model) turns the last convolutions of a CNN into GPSA "
+            "layers, and probes= measures other layers"
         )
     return notes
 
@@ -282,7 +286,8 @@ def _reasons_inside(collector: Collector, name: str) -> dict[str, str]:
 def warn_of_idle_probes(
     kinds: Collection[str], collector: Collector, sums: Mapping[Key, EpochSums]
 ) -> list[str]:
-    """Return warnings of probes that the user has named and that have no layer, or no parameters to read.
+    """Return warnings of probes that the user has named and that have no layer, or no parameters to
+    read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
     """
@@ -305,24 +310,20 @@ def warn_of_idle_probes(
 
 
 def warn_of_mixed_sizes(sums: Mapping[Key, EpochSums]) -> list[str]:
-    """Return a warning if layers that saw images of several sizes have no content information, else an empty list."""
+    """Return a warning if layers that saw images of several sizes have no content information, else
+    an empty list.
+    """
     layers = list(
         dict.fromkeys(
-            layer
-            for (layer, _), total in sums.items()
-            if None in total.patterns.values()
+            layer for (layer, _), total in sums.items() if None in total.patterns.values()
         )
     )
     if not layers:
         return []
-    return [
-        f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"
-    ]
+    return [f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"]
 
 
-def warn_of_changed_images(
-    hashes: Mapping[str, str], stored: Mapping[str, str]
-) -> list[str]:
+def warn_of_changed_images(hashes: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
     """Return a warning if images differ from those whose hashes were stored, else an empty list."""
     changed = [
         number
@@ -332,8 +333,9 @@ def warn_of_changed_images(
     if not changed:
         return []
     return [
-        f"the images [{', '.join(_shorten(changed))}] of this epoch are not those of the epochs before, so their maps "
-        f"cannot be compared: give a validation loader with shuffle=False and without random augmentation"
+        f"the images [{', '.join(_shorten(changed))}] of this epoch are not those of the epochs "
+        "before, so their maps cannot be compared: give a validation loader with shuffle=False and "
+        "without random augmentation"
     ]
 
 

@@ -1,4 +1,6 @@
-"""The collector, which calls the probes in the forwards of a model and adds up their measurements."""
+"""The collector, which calls the probes in the forwards of a model and adds up their
+measurements.
+"""
 
 import threading
 from collections import Counter
@@ -45,7 +47,8 @@ class Collector(AttentionListener):
         chosen: Names of the layers to measure; None for all.
         probes: Probes that measure them.
         sampling: Forwards, images and classes to measure.
-        layers: Measured layers, by name and kind of probe; those with attention are known after their first forward.
+        layers: Measured layers, by name and kind of probe; those with attention are known after
+            their first forward.
         sums: Sums and maps since the previous mark.
         earlier: Sums since the previous mark of a process that was killed.
         missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
@@ -53,7 +56,8 @@ class Collector(AttentionListener):
         order: Positions of the layers in the model, by name.
         model_class: Name of the model's class.
         forwards: Count of the forwards and images since the previous mark.
-        lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to :meth:`reset`.
+        lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to
+            :meth:`reset`.
 
     Args:
         model: Any module.
@@ -74,9 +78,7 @@ class Collector(AttentionListener):
         self.chosen = layers
         self.probes = probes
         self.sampling = sampling
-        self.attention_probes = [
-            probe for probe in probes if probe.attention is not None
-        ]
+        self.attention_probes = [probe for probe in probes if probe.attention is not None]
         self._is_detailed = any(probe.detailed for probe in self.attention_probes)
         self.names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
@@ -86,7 +88,8 @@ class Collector(AttentionListener):
         self.sums = RunningSums()
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
-        # Code that is hidden from this recorder runs at a greater depth, and its gradients are ignored.
+        # Code that is hidden from this recorder runs at a greater depth, and its gradients are
+        # ignored.
         self._depth = hidden_depth()
         self.map_images = {
             probe.kind: sampling.images if probe.images is None else probe.images
@@ -104,9 +107,7 @@ class Collector(AttentionListener):
         self._measuring: dict[nn.Module, list[MeasuredLayer]] = {}
         self._parts: dict[nn.Module, dict[str, nn.Module]] = {}
         self._attach_probes()
-        self._watched_parts = {
-            part for parts in self._parts.values() for part in parts.values()
-        }
+        self._watched_parts = {part for parts in self._parts.values() for part in parts.values()}
         self._clear()
         self.stream = AttentionStream(
             model,
@@ -142,9 +143,12 @@ class Collector(AttentionListener):
             layer.gradients.reset()
 
     def read_sums(self) -> dict[Key, EpochSums]:
-        """Read the sums of this process. If parameters are sharded over ranks, all ranks must call this together."""
+        """Read the sums of this process. If parameters are sharded over ranks, all ranks must call
+        this together.
+        """
         sums = self.sums.read()
-        # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
+        # All ranks use the same order, because reading the parameters of a sharded layer waits for
+        # the other ranks.
         for key in sorted(self.layers):
             layer_sums = sums.setdefault(key, EpochSums())
             layer_sums.squares = self.layers[key].gradients.read()
@@ -152,7 +156,9 @@ class Collector(AttentionListener):
         return sums
 
     def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
-        """Return the sums of all ranks, also of layers that only others have measured, and note what they lack."""
+        """Return the sums of all ranks, also of layers that only others have measured, and note
+        what they lack.
+        """
         for part in parts:
             for key in part:
                 self.expect(*key)
@@ -165,7 +171,9 @@ class Collector(AttentionListener):
         return sums
 
     def measurements(self) -> dict[str, Any]:
-        """Return all that was measured since the previous mark, which :meth:`take_up` adds to another collector."""
+        """Return all that was measured since the previous mark, which :meth:`take_up` adds to
+        another collector.
+        """
         with self.lock:
             return {
                 "sums": [*self.earlier, self.read_sums()],
@@ -181,7 +189,9 @@ class Collector(AttentionListener):
         images: int,
         samples: dict[int, Tensor],
     ) -> None:
-        """Take up the measurements of a process that was killed; this collector has measured nothing."""
+        """Take up the measurements of a process that was killed; this collector has measured
+        nothing.
+        """
         self.earlier = sums
         for key in maps:
             self.expect(*key)
@@ -191,10 +201,10 @@ class Collector(AttentionListener):
 
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
-    def begins(
-        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
-    ) -> bool:
-        """Return whether to measure this call, and prepare for it. Calls of one forward are measured together."""
+    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
+        """Return whether to measure this call, and prepare for it. Calls of one forward are
+        measured together.
+        """
         is_measured = self.forwards.begins(
             entry,
             inputs,
@@ -228,22 +238,20 @@ class Collector(AttentionListener):
             self.advice[layer] = layout.advice
         if layout.reason:
             lacking = {"attention_distance", "uniform_distance"}
-            known = [
-                name for probe in self.attention_probes for name in probe.variables
-            ]
+            known = [name for probe in self.attention_probes for name in probe.variables]
             self.note_missing(layer, lacking.intersection(known), layout.reason)
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Measure a module that has run, or keep its call if it is a part that probes of its parent need."""
+        """Measure a module that has run, or keep its call if it is a part that probes of its parent
+        need.
+        """
         module, inputs = call
         if module in self._watched_parts:
             name = self.names[module]
             self._calls[module] = ForwardCall(module, name, inputs, output)
         submodules = self._parts.get(module, {})
         parts = {
-            name: self._calls[part]
-            for name, part in submodules.items()
-            if part in self._calls
+            name: self._calls[part] for name, part in submodules.items() if part in self._calls
         }
         for measuring in self._measuring.get(module, ()):
             probe, layer = measuring.probe, measuring.name
@@ -256,7 +264,8 @@ class Collector(AttentionListener):
                 )
                 measure = partial(probe.measure, measured_call)
                 self._keep(probe, run_with_gates(module, measure), measured_call)
-        # Calls of the parts are dropped: their tensors may be large, and the next call of the module has new ones.
+        # Calls of the parts are dropped: their tensors may be large, and the next call of the
+        # module has new ones.
         for part in submodules.values():
             self._calls.pop(part, None)
 
@@ -268,7 +277,8 @@ class Collector(AttentionListener):
             if not self.forwards.belongs_to_epoch:
                 return
             self.forwards.image_hashes.ends()
-            # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
+            # A softmax whose result was multiplied with no values is not attention: `layers` lacks
+            # it.
             pending = [
                 measured
                 for measured in pending
@@ -292,7 +302,8 @@ class Collector(AttentionListener):
             for probe in self.probes:
                 if name not in chosen[probe.kind] or not probe.applies_to(module):
                     continue
-                # Of several probes that measure a layer's heads only the first is attached, as heads would count twice.
+                # Of several probes that measure a layer's heads only the first is attached, as
+                # heads would count twice.
                 measures_heads = probe.place == "" and probe.runs
                 if measures_heads and has_heads:
                     continue
@@ -312,9 +323,7 @@ class Collector(AttentionListener):
     def _layer(self, name: str, module: nn.Module, probe: Probe) -> MeasuredLayer:
         key = name, probe.kind
         if key not in self.layers:
-            self.layers[key] = MeasuredLayer(
-                name, module, probe, self._ignores_gradients
-            )
+            self.layers[key] = MeasuredLayer(name, module, probe, self._ignores_gradients)
             # "name#1" has the position of the module "name".
             self.order.setdefault(name, self.order[self.names[module]])
         return self.layers[key]
@@ -337,7 +346,9 @@ class Collector(AttentionListener):
             self.missing.setdefault(variable, {})[layer] = reason
 
     def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
-        """Note that no image had reached a layer at a mark, unless another reason is known for a variable."""
+        """Note that no image had reached a layer at a mark, unless another reason is known for a
+        variable.
+        """
         for variable in variables:
             reasons = self.missing.setdefault(variable, {})
             if reasons.get(layer, UNREACHED).startswith(UNREACHED):
@@ -352,9 +363,7 @@ class Collector(AttentionListener):
 
     def _begins_forward(self) -> bool:
         self._follow_gradients()
-        return bool(self.attention_probes) or any(
-            layer.probe.runs for layer in self._all()
-        )
+        return bool(self.attention_probes) or any(layer.probe.runs for layer in self._all())
 
     def _clear(self) -> None:
         self._pending: list[Measured] = []
@@ -362,7 +371,8 @@ class Collector(AttentionListener):
         self._pending_images: Counter[Key] = Counter()
 
     def _is_full(self) -> bool:
-        # Layers may see different numbers of images; forwards are skipped once all layers have enough.
+        # Layers may see different numbers of images; forwards are skipped once all layers have
+        # enough.
         layers = [*self.layers.items()]
         counts = [self.sums.images(key) for key, layer in layers if layer.probe.runs]
         limit = self.sampling.max_images
@@ -385,7 +395,9 @@ class Collector(AttentionListener):
         measured: Mapping[str, Tensor | Pattern],
         call: Attention | ForwardCall,
     ) -> None:
-        """Keep the measurements of a call, with the maps of chosen images, until the forward ends."""
+        """Keep the measurements of a call, with the maps of chosen images, until the forward
+        ends.
+        """
         if not check_measured(probe, measured, by_image=True):
             return
         layer, patterns, values, images = call.name, {}, {}, 0
@@ -403,7 +415,8 @@ class Collector(AttentionListener):
             else:
                 values["cell_pixels"] = torch.full((images,), side)[: call.limit]
         key = layer, probe.kind
-        # A layer may be called with other rows than the forward has images, as in a model of windows.
+        # A layer may be called with other rows than the forward has images, as in a model of
+        # windows.
         before, batch = self._images_before(key), images
         if self.forwards.batch:
             before, batch = self.forwards.before, self.forwards.batch
@@ -434,7 +447,8 @@ class Collector(AttentionListener):
         before: int,
         batch: int,
     ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
-        """Return the numbers in the forward of the chosen images, and their maps; note why there are none.
+        """Return the numbers in the forward of the chosen images, and their maps; note why there
+        are none.
 
         Args:
             probe: Probe with maps.
@@ -469,9 +483,7 @@ class Collector(AttentionListener):
             for number in self.map_images[probe.kind]
             if number - before not in taken
         }
-        rows = [
-            row for row, number in enumerate(numbers[: call.limit]) if number in wanted
-        ]
+        rows = [row for row, number in enumerate(numbers[: call.limit]) if number in wanted]
         if not rows:
             if without_maps and wanted.intersection(range(batch)):
                 self.note_missing(layer, probe.image_variables, without_maps)
@@ -480,7 +492,8 @@ class Collector(AttentionListener):
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
             self.sampling.check_classes(maps[MAPS_BY_CLASS].shape[1])
-        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the reason.
+        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the
+        # reason.
         if reason:
             lacking = probe.image_variables - maps.keys()
             lacking -= probe.class_variables if maps else set()
@@ -488,8 +501,11 @@ class Collector(AttentionListener):
         return [numbers[row] for row in rows], maps
 
     def _cell_pixels(self, attention: Attention) -> float | None:
-        """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not square."""
-        # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of the batch.
+        """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not
+        square.
+        """
+        # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of
+        # the batch.
         shapes = self.forwards.image_size
         size: Sequence[int] | None = self.stream.image_size
         if size is None:

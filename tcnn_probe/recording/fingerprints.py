@@ -1,4 +1,6 @@
-"""Fingerprints of images and weights, which show that a recording is continued with other images or weights."""
+"""Fingerprints of images and weights, which show that a recording is continued with other images or
+weights.
+"""
 
 import hashlib
 import warnings
@@ -16,13 +18,14 @@ __all__ = ["WEIGHTS", "ImageHashes", "ResumedWeights", "weights_fingerprint"]
 WEIGHTS = "weights"
 """Attribute of the recording that holds the fingerprint of the weights."""
 
-# About the number of values of each parameter in the fingerprint. A step of an optimizer changes nearly all values, so
-# even fewer would do, but would not be faster.
+# About the number of values of each parameter in the fingerprint. A step of an optimizer changes
+# nearly all values, so even fewer would do, but would not be faster.
 _SAMPLED = 16
 
 
 class ImageHashes:
-    """Hashes of the images whose maps are kept, by number in the epoch, from a sample of their values.
+    """Hashes of the images whose maps are kept, by number in the epoch, from a sample of their
+    values.
 
     Attributes:
         passed: Number of images of the forwards that have ended.
@@ -33,7 +36,9 @@ class ImageHashes:
     """
 
     SAMPLES = 512
-    """Approximate sample size: small enough to copy in each forward, and large enough to tell images apart."""
+    """Approximate sample size: small enough to copy in each forward, and large enough to tell
+    images apart.
+    """
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = sorted(numbers)
@@ -47,7 +52,9 @@ class ImageHashes:
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
 
     def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
-        """Copy values of the chosen images from the inputs of a measured call, unless its forward has shown images."""
+        """Copy values of the chosen images from the inputs of a measured call, unless its forward
+        has shown images.
+        """
         self._has_images &= continues
         batch = batch_of(inputs)
         self._pending = (0, {})
@@ -76,14 +83,16 @@ class ImageHashes:
         """Return the hashes of the images seen so far, by number."""
         hashes = {}
         for number, sample in self.samples.items():
-            # Values are hashed in float32, so that equal values have the same hash, whatever their dtype.
+            # Values are hashed in float32, so that equal values have the same hash, whatever their
+            # dtype.
             values = sample.cpu().float().numpy()
             hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]
         return hashes
 
 
 class ResumedWeights:
-    """Fingerprints of a model's weights, which show if a recording is continued by another training.
+    """Fingerprints of a model's weights, which show if a recording is continued by another
+    training.
 
     Args:
         model: Model that is recorded.
@@ -102,16 +111,19 @@ class ResumedWeights:
         self._marked = ""
 
     def mark(self) -> str:
-        """Return the fingerprint to store with a mark; "" if validation and training use different weights."""
+        """Return the fingerprint to store with a mark; "" if validation and training use different
+        weights.
+        """
         self._resumes = False
         self._marked = "" if self._swapped else weights_fingerprint(self._model)
         return self._marked
 
     def check(self) -> None:
-        """Compare the weights before the first training forward after a mark with those of the mark.
+        """Compare the weights before the first training forward after a mark with those of the
+        mark.
 
-        In a resumed recording, a warning is given if they differ. Later, a difference shows that validation uses other
-        weights than training.
+        In a resumed recording, a warning is given if they differ. Later, a difference shows that
+        validation uses other weights than training.
         """
         if not self._marked:
             return
@@ -121,24 +133,27 @@ class ResumedWeights:
         if current == self._marked or not self._marked.startswith(f"{shapes}-"):
             return
         if not self._resumes:
-            # The validation used other weights, such as a moving average, so their fingerprint says nothing.
+            # The validation used other weights, such as a moving average, so their fingerprint says
+            # nothing.
             self._swapped = True
             return
         self._marked = ""
         warnings.warn(
-            "the training continues from weights other than those of the recording's last mark: load the checkpoint of "
-            "that mark, or replace the recording with mode='w'; if they are of a checkpoint after that mark, call "
-            "recorder.trust_weights()",
+            "the training continues from weights other than those of the recording's last mark: "
+            "load the checkpoint of that mark, or replace the recording with mode='w'; if they are "
+            "of a checkpoint after that mark, call recorder.trust_weights()",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Return a hash of the parameters' names and shapes and one of a sample of their values, joined by a dash.
+    """Return a hash of the parameters' names and shapes and one of a sample of their values, joined
+    by a dash.
 
-    The result is "" if values cannot be sampled: if parameters are sharded over processes, of a type other than
-    ``nn.Parameter``, such as quantised ones, or on the meta device, as between the forwards of an offloaded model.
+    The result is "" if values cannot be sampled: if parameters are sharded over processes, of a
+    type other than ``nn.Parameter``, such as quantised ones, or on the meta device, as between the
+    forwards of an offloaded model.
     """
     # These are the classes of FSDP's wrappers, and of modules that fully_shard has changed.
     names = [type(module).__name__ for module in model.modules()]

@@ -33,7 +33,8 @@ class ForwardCounter:
         names: Names of its modules.
         sampling: Forwards to measure.
         map_images: Numbers of the images whose maps are kept.
-        begins_forward: Function that is called when a forward begins, and returns whether there is anything to measure.
+        begins_forward: Function that is called when a forward begins, and returns whether there is
+            anything to measure.
         is_full: Function that returns whether all layers have measured enough images.
     """
 
@@ -118,14 +119,15 @@ class ForwardCounter:
         return True
 
     def _drop_idle_forward(self, measuring: Callable[[], Set[nn.Module]]) -> None:
-        """Uncount the previous forward if it was of parts in which nothing is measured, such as an embedding."""
+        """Uncount the previous forward if it was of parts in which nothing is measured, such as an
+        embedding.
+        """
         entries, self._entries = self._entries, set()
         if not self._has_number or not self.belongs_to_epoch:
             return
         modules = measuring()
         is_idle = all(
-            self._names[entry] and modules.isdisjoint(entry.modules())
-            for entry in entries
+            self._names[entry] and modules.isdisjoint(entry.modules()) for entry in entries
         )
         if is_idle:
             self.measured -= 1

@@ -80,16 +80,14 @@ class LayerValues(Group):
                     raise ValueError(
                         f"{layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
                     )
-        # A layer may have fewer heads than its group. One without values yet has their number in the table only.
+        # A layer may have fewer heads than its group. One without values yet has their number in
+        # the table only.
         heads = {"heads": sizes["head"]} if "head" in sizes else {}
         table = {"kind": probes[0].kind, **heads, **table}
         if "heads" in table and any("head" in v.dims for v in variables.values()):
             sizes.setdefault("head", table["heads"])
         labels = {
-            dim: labels
-            for probe in probes
-            for dim, labels in probe.coords.items()
-            if dim in sizes
+            dim: labels for probe in probes for dim, labels in probe.coords.items() if dim in sizes
         }
         return cls(
             variables, {layer: table}, sizes, maps, {**labels, **coords},
@@ -102,9 +100,7 @@ class LayerValues(Group):
         return self.maps or bool(self.values.get("images", True))
 
 
-def number_values(
-    collector: Collector, sums: Mapping[Key, EpochSums]
-) -> list[LayerValues]:
+def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
     """Return the numbers of each layer, without maps."""
     members: dict[tuple[str, str], list[MeasuredLayer]] = {}
     # Several probes of one group can measure the same layer.
@@ -130,14 +126,14 @@ def number_values(
                 values["images"] = np.array(float(total.images))
                 values["nonfinite_images"] = np.array(float(total.nonfinite))
         probes = [layer.probe for layer in layers]
-        entries.append(
-            LayerValues.of(place, name, probes, variables, values, table, {})
-        )
+        entries.append(LayerValues.of(place, name, probes, variables, values, table, {}))
     return entries
 
 
 def map_values(collector: Collector) -> list[LayerValues]:
-    """Return the maps of chosen images and their numbers; layers whose maps have the same shape share a group."""
+    """Return the maps of chosen images and their numbers; layers whose maps have the same shape
+    share a group.
+    """
     sampling, entries = collector.sampling, []
     for key, layer in collector.layers.items():
         probe, numbers = layer.probe, collector.map_images[layer.probe.kind]
@@ -146,7 +142,8 @@ def map_values(collector: Collector) -> list[LayerValues]:
         for number, tensors in collector.sums.maps.get(key, {}).items():
             for names in (
                 sorted(tensors.keys() - probe.class_variables),
-                # Maps of classes have an axis that other maps lack, so they belong to another group.
+                # Maps of classes have an axis that other maps lack, so they belong to another
+                # group.
                 sorted(tensors.keys() & probe.class_variables),
             ):
                 maps = {x: _as_image(probe.variables[x], tensors[x]) for x in names}
@@ -190,7 +187,8 @@ def _place_of_maps(maps: Mapping[str, tuple[Variable, np.ndarray]]) -> str:
     sizes: dict[str, int] = {}
     for variable, array in maps.values():
         sizes |= zip(variable.dims[2:], array.shape, strict=False)
-    # Layers share an array only if their maps have the same numbers of heads and windows and the same grid.
+    # Layers share an array only if their maps have the same numbers of heads and windows and the
+    # same grid.
     dims = [dim for dim in ("head", "window", "y", "x") if dim in sizes]
     shape = "x".join(str(sizes[dim]) for dim in dims)
     return MAPS_OF_CLASSES + shape if "class" in sizes else f"maps/{shape}"
@@ -202,9 +200,7 @@ def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
     return np.full(shape, fill, dtype=variable.dtype)
 
 
-def groups_of(
-    entries: Iterable[LayerValues], order: Mapping[str, int]
-) -> dict[str, Group]:
+def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[str, Group]:
     """Return the groups that hold these layers, in the model's order."""
     groups = {"": Group({}, {})}
     places: dict[str, list[LayerValues]] = {}
@@ -213,7 +209,8 @@ def groups_of(
         places.setdefault(entry.place, []).append(entry)
     for place, members in places.items():
         group = Group.together(members)
-        # Variables without a value in any layer are left out if the sizes of their dimensions are unknown.
+        # Variables without a value in any layer are left out if the sizes of their dimensions are
+        # unknown.
         known = {"layer", *group.sizes}
         variables = {
             name: variable
@@ -229,11 +226,11 @@ def groups_of(
 def with_joined(
     groups: Groups, entries: Iterable[LayerValues], order: Mapping[str, int]
 ) -> dict[str, Group]:
-    """Return the groups of a recording with the layers that have run for the first time, after those that are there."""
+    """Return the groups of a recording with the layers that have run for the first time, after
+    those that are there.
+    """
     known = {
-        (_kind_of_place(place), layer)
-        for place, group in groups.items()
-        for layer in group.layers
+        (_kind_of_place(place), layer) for place, group in groups.items() for layer in group.layers
     }
     joining = [
         entry
@@ -249,7 +246,9 @@ def with_joined(
 
 
 def _kind_of_place(place: str) -> str:
-    """Return what groups of maps of different sizes have in common, "maps" or "maps/classes"; else the place."""
+    """Return what groups of maps of different sizes have in common, "maps" or "maps/classes"; else
+    the place.
+    """
     return place.rpartition("/")[0] or place
 
 
@@ -259,14 +258,14 @@ def assemble(
     """Lay out the values of an epoch.
 
     Returns:
-        Arrays of every variable of every group, filled with NaN (integers: -1) where a layer has no value; and what
-        the groups lack, because the recording began without it: layers, and names of variables by layer.
+        Arrays of every variable of every group, filled with NaN (integers: -1) where a layer has no
+        value; and what the groups lack, because the recording began without it: layers, and names
+        of variables by layer.
     """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for place, group in groups.items():
         arrays[place] = {
-            name: _empty(group.shape(name), variable)
-            for name, variable in group.variables.items()
+            name: _empty(group.shape(name), variable) for name, variable in group.variables.items()
         }
     dropped: dict[str, list[str]] = {}
     for entry in entries:
@@ -288,7 +287,9 @@ def assemble(
 
 
 def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a warning of layers, and of variables, that the recording began without; an empty list for none."""
+    """Return a warning of layers, and of variables, that the recording began without; an empty list
+    for none.
+    """
     if not dropped:
         return []
     names = sorted({name for names in dropped.values() for name in names})
@@ -300,7 +301,9 @@ def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[str]:
-    """Return a warning that names the layers with NaN or infinite numbers; an empty list if there are none."""
+    """Return a warning that names the layers with NaN or infinite numbers; an empty list if there
+    are none.
+    """
     counts: dict[str, int] = {}
     broken: list[str] = []
     for entry in entries:
@@ -320,10 +323,12 @@ def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[st
     warned = []
     if counts:
         warned.append(
-            f"images gave NaN or infinite values, which are left out of the means; their number by layer: {counts}"
+            "images gave NaN or infinite values, which are left out of the means; their number by "
+            f"layer: {counts}"
         )
     if broken:
         warned.append(
-            f"NaN or infinite values were recorded for these layers, from their parameters or gradients: {broken}"
+            "NaN or infinite values were recorded for these layers, from their parameters or "
+            f"gradients: {broken}"
         )
     return warned

@@ -16,7 +16,9 @@ __all__ = ["MAPS_BY_CLASS", "Measured", "check_measured", "select_classes"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 MAPS_BY_CLASS = "attention_by_class"
-"""Variable with maps of all classes when it is measured, and only of the chosen classes when it is recorded."""
+"""Variable with maps of all classes when it is measured, and only of the chosen classes when it is
+recorded.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,7 @@ def check_measured(
     expected = f"expected the probe {probe.kind!r} to return"
     if not isinstance(measured, Mapping):
         raise TypeError(f"{expected} {{variable: tensor}}, got {measured!r}")
-    images = next(
-        (len(x) for x in measured.values() if isinstance(x, Tensor) and x.ndim), None
-    )
+    images = next((len(x) for x in measured.values() if isinstance(x, Tensor) and x.ndim), None)
     for name, value in measured.items():
         if name not in probe.variables:
             raise ValueError(f"{expected} {[*probe.variables]}, got {name!r}")
@@ -89,7 +89,8 @@ def check_measured(
         if value.ndim != len(dims) or (by_image and len(value) != images):
             of_images = f" of {images} images" if by_image else ""
             raise ValueError(
-                f"{expected} {name!r} with the dimensions {dims}{of_images}, got the shape {tuple(value.shape)}"
+                f"{expected} {name!r} with the dimensions {dims}{of_images}, got the shape "
+                f"{tuple(value.shape)}"
             )
     return measured
 
@@ -101,18 +102,20 @@ def select_classes(
     rows: Sequence[int],
     images: int,
 ) -> tuple[Mapping[str, Tensor], str]:
-    """Keep only the maps of the chosen classes, and add the index and the score of each of these classes.
+    """Keep only the maps of the chosen classes, and add the index and the score of each of these
+    classes.
 
     Args:
-        maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K, height, width).
+        maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K,
+            height, width).
         sampling: Classes to keep.
         output: Output of the model; None if only parts of the model were called.
         rows: Indices of the n images in the forward.
         images: Number of images in the forward.
 
     Returns:
-        The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the reason if there are no
-        maps of classes, else "".
+        The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the
+        reason if there are no maps of classes, else "".
     """
     maps = dict(maps)
     all_maps = maps.pop(MAPS_BY_CLASS)

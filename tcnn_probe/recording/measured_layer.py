@@ -1,4 +1,6 @@
-"""A measured layer: what a probe reads of its parameters and of their gradients, apart from forwards."""
+"""A measured layer: what a probe reads of its parameters and of their gradients, apart from
+forwards.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,13 +26,12 @@ class GradientSums:
 
     Args:
         layer: Name of the layer, for errors.
-        gradients: Parameters and functions of their gradients, see :meth:`tcnn_probe.Probe.gradients`.
+        gradients: Parameters and functions of their gradients, see
+            :meth:`tcnn_probe.Probe.gradients`.
         ignores: Function that returns True while gradients are to be left out.
     """
 
-    def __init__(
-        self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]
-    ) -> None:
+    def __init__(self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]) -> None:
         self._layer = layer
         self._ignores = ignores
         self._sums: dict[str, Tensor] = {}
@@ -43,11 +44,14 @@ class GradientSums:
         ]
 
     def follow(self) -> None:
-        """Add hooks to all parameters that are not frozen; frozen ones get theirs in a later call, once unfrozen."""
+        """Add hooks to all parameters that are not frozen; frozen ones get theirs in a later call,
+        once unfrozen.
+        """
         frozen = []
         for parameter, variable, squares in self._unhooked:
             if parameter.requires_grad:
-                # Several parameters can belong to one variable, so passes are counted for each parameter.
+                # Several parameters can belong to one variable, so passes are counted for each
+                # parameter.
                 hook = partial(self._add, variable, squares, id(parameter))
                 self._hooked.append((parameter, parameter.register_hook(hook)))
             else:
@@ -71,7 +75,8 @@ class GradientSums:
 
     def read(self) -> Sums:
         """Return the sums and the numbers of passes."""
-        # A pass may reach only some parameters of a variable, so the largest count is the number of passes.
+        # A pass may reach only some parameters of a variable, so the largest count is the number of
+        # passes.
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
@@ -89,7 +94,9 @@ class GradientSums:
         parameter: int,
         gradient: Tensor,
     ) -> None:
-        """Add a parameter's gradient of one backward pass, unless it overflowed, as under a gradient scaler."""
+        """Add a parameter's gradient of one backward pass, unless it overflowed, as under a
+        gradient scaler.
+        """
         if self._ignores():
             return
         with named_in_errors(self._layer):
@@ -143,9 +150,7 @@ class MeasuredLayer:
             state = check_measured(self.probe, measured, by_image=False)
             # A DTensor is sharded over ranks.
             return {
-                name: _as_array(
-                    value.full_tensor() if hasattr(value, "full_tensor") else value
-                )
+                name: _as_array(value.full_tensor() if hasattr(value, "full_tensor") else value)
                 for name, value in state.items()
             }
 

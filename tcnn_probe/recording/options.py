@@ -1,4 +1,6 @@
-"""Parsing of the arguments of ``record()`` and ``mark()``: forwards, images, classes, marks, scalars, attributes."""
+"""Parsing of the arguments of ``record()`` and ``mark()``: forwards, images, classes, marks,
+scalars, attributes.
+"""
 
 import json
 import operator
@@ -49,7 +51,8 @@ class Sampling:
         every: Step between measured forwards: every n-th one is measured.
         max_images: Largest number of images in an epoch; None for all.
         images: Numbers of the images whose maps are kept, ascending.
-        top_classes: Number of classes whose maps are kept: those that the model's output ranks first; 0 for none.
+        top_classes: Number of classes whose maps are kept: those that the model's output ranks
+            first; 0 for none.
         classes: Indices of classes, in place of those that are ranked first.
     """
 
@@ -65,7 +68,9 @@ class Sampling:
     def parse(
         cls, when: When, every: int, max_images: int | None, images: Any, classes: Any
     ) -> "Sampling":
-        """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices, or None."""
+        """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices,
+        or None.
+        """
         check_choice("when", when, _MODES)
         return cls(
             *_MODES[when],
@@ -84,9 +89,7 @@ class Sampling:
         """Raise ValueError if an index is not below the number of classes of a layer."""
         largest = max(self.classes, default=-1)
         if largest >= count:
-            raise ValueError(
-                f"expected indices of classes below {count}, got {largest}"
-            )
+            raise ValueError(f"expected indices of classes below {count}, got {largest}")
 
 
 def _parse_classes(
@@ -104,15 +107,15 @@ def _parse_classes(
             f"expected the indices of classes, or None for no maps of classes; got {classes!r}"
         )
     # A set has no order.
-    return 0, (
-        *dict.fromkeys(sorted(indices) if isinstance(classes, Set) else indices),
-    )
+    return 0, (*dict.fromkeys(sorted(indices) if isinstance(classes, Set) else indices),)
 
 
 def parse_mark(
     values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked
 ) -> tuple[int | float, dict[str, float]]:
-    """Return the epoch, or another coordinate of marks, and the scalars among the arguments of ``mark()``."""
+    """Return the epoch, or another coordinate of marks, and the scalars among the arguments of
+    ``mark()``.
+    """
     check_choice("if_marked", if_marked, get_args(IfMarked))
     scalars = dict(values)
     if along not in scalars:
@@ -135,7 +138,8 @@ def check_along(along: str) -> None:
         or along in (*COORDINATES, "if_marked")
     ):
         raise ValueError(
-            f"expected the name of a coordinate, such as 'epoch' or 'step', for along; got {along!r}"
+            "expected the name of a coordinate, such as 'epoch' or 'step', for along; got "
+            f"{along!r}"
         )
 
 
@@ -148,7 +152,9 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the user's attributes of a recording after checking that they are plain JSON and have free names."""
+    """Return the user's attributes of a recording after checking that they are plain JSON and have
+    free names.
+    """
     plain = dict(attrs or {})
     if reserved := sorted(OWN_ATTRIBUTES & plain.keys()):
         raise ValueError(
@@ -158,9 +164,7 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
         # JSON has no NaN. Python would write one, but other readers of zarr would refuse it.
         json.dumps(plain, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"expected attrs of plain JSON, got {plain!r}: {error}"
-        ) from error
+        raise TypeError(f"expected attrs of plain JSON, got {plain!r}: {error}") from error
     return {name: _netcdf(value) for name, value in plain.items() if value is not None}
 
 
@@ -186,9 +190,7 @@ def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | flo
         try:
             return operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:
-            raise TypeError(
-                f"expected an integer for {along}, got {value!r}"
-            ) from error
+            raise TypeError(f"expected an integer for {along}, got {value!r}") from error
     number = _parse_float(along, cast(SupportsFloat, value))
     if not np.isfinite(number):
         raise ValueError(f"expected a finite number for {along}, got {number}")

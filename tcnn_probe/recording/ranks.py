@@ -19,7 +19,8 @@ class Ranks:
     """The ranks that record together, or this process alone.
 
     Args:
-        together: Whether to record on all ranks together; None to do so if torch.distributed is initialised.
+        together: Whether to record on all ranks together; None to do so if torch.distributed is
+            initialised.
     """
 
     def __init__(self, together: bool | None) -> None:
@@ -28,9 +29,7 @@ class Ranks:
             raise RuntimeError(
                 "distributed=True needs torch.distributed.init_process_group() before record()"
             )
-        self.together = (
-            running if together is None else together
-        ) and dist.get_world_size() > 1
+        self.together = (running if together is None else together) and dist.get_world_size() > 1
 
     @property
     def writes(self) -> bool:
@@ -47,7 +46,8 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Run the code inside the ``with`` on all ranks, and fail on all of them if it fails on one.
+        """Run the code inside the ``with`` on all ranks, and fail on all of them if it fails on
+        one.
 
         Otherwise the other ranks would wait for the one that failed.
 
@@ -62,9 +62,7 @@ class Ranks:
                 raise
             problem = error
         # A rank that has succeeded takes part, too: it must learn whether another one failed.
-        messages = self.gather(
-            None if problem is None else f"{type(problem).__name__}: {problem}"
-        )
+        messages = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
         for rank, message in enumerate(messages):
@@ -73,7 +71,8 @@ class Ranks:
 
 
 def repeats_images(model: nn.Module) -> bool:
-    """Return whether another rank sees the same images, as under tensor parallelism, and counts them.
+    """Return whether another rank sees the same images, as under tensor parallelism, and counts
+    them.
 
     Call this inside :func:`whole_parameters`, where only tensor parallelism splits parameters.
     """
@@ -87,11 +86,14 @@ def repeats_images(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters of a sharded model inside the ``with``; all ranks must enter it together."""
+    """Gather the parameters of a sharded model inside the ``with``; all ranks must enter it
+    together.
+    """
     running = dist.is_available() and dist.is_initialized()
     # The module is not imported here: if a model is sharded, it has been imported already.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
-    # torch has two implementations: FullyShardedDataParallel wraps modules, and fully_shard changes their class.
+    # torch has two implementations: FullyShardedDataParallel wraps modules, and fully_shard changes
+    # their class.
     modules = [] if fsdp is None else list(model.modules())
     with ExitStack() as stack:
         if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):

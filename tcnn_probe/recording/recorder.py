@@ -63,7 +63,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Record what the attention heads of a model do, epoch by epoch; ``tcnn_probe.record`` is its usual name.
+    """Record what the attention heads of a model do, epoch by epoch; ``tcnn_probe.record`` is its
+    usual name.
 
     ::
 
@@ -74,44 +75,52 @@ class Recorder:
                 recorder.mark(epoch=epoch, top1=accuracy)
         recorder.dataset.entropy.sel(layer="blocks.3.attn").plot.line(x="epoch")
 
-    Every softmax attention is measured during the forward, with torch's fused attention left on, and only sums over
-    images are kept, so that memory does not grow with the number of images. The model's outputs do not change. All
-    hooks are removed at the end of the ``with``, also after an exception, or by :meth:`remove`.
+    Every softmax attention is measured during the forward, with torch's fused attention left on,
+    and only sums over images are kept, so that memory does not grow with the number of images. The
+    model's outputs do not change. All hooks are removed at the end of the ``with``, also after an
+    exception, or by :meth:`remove`.
 
     Args:
-        model: Any module, with or without a wrapper such as DistributedDataParallel, compiled or not (recorded forwards
-            run uncompiled).
-        store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is stored when ``mark``
-            returns. None keeps the recording in memory.
-        mode: Treatment of an existing recording: "a" continues a recording of the same layers; "w" replaces any
-            recording when the first epoch is marked; "x" raises an error.
-        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers that can be recorded.
-        probes: Measurements: names of ``tcnn_probe.PROBES`` or your own probes; None for attention heads
-            (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, for a CNN that gets its heads later. A
-            recorder that continues the recording adds these heads, with NaN for earlier marks.
+        model: Any module, with or without a wrapper such as DistributedDataParallel, compiled or
+            not (recorded forwards run uncompiled).
+        store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is
+            stored when ``mark`` returns. None keeps the recording in memory.
+        mode: Treatment of an existing recording: "a" continues a recording of the same layers; "w"
+            replaces any recording when the first epoch is marked; "x" raises an error.
+        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers that can
+            be recorded.
+        probes: Measurements: names of ``tcnn_probe.PROBES`` or your own probes; None for attention
+            heads (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, for a CNN that gets
+            its heads later. A recorder that continues the recording adds these heads, with NaN for
+            earlier marks.
         when: Forwards to measure, by ``model.training``: "eval", "train" or "always".
         every: Measure every n-th forward.
-        images: Images whose maps are kept: the first n of each epoch, or a list of indices in the order in which the
-            images are measured. None for no maps.
+        images: Images whose maps are kept: the first n of each epoch, or a list of indices in the
+            order in which the images are measured. None for no maps.
         classes: Classes whose maps are kept, for pools with a token for each class
-            (:class:`tcnn_model.AttentionPool2d`): for each image the n classes with the highest scores, or a list of
-            indices. None for no maps of classes.
+            (:class:`tcnn_model.AttentionPool2d`): for each image the n classes with the highest
+            scores, or a list of indices. None for no maps of classes.
         max_images: Largest number of images to measure in each epoch.
         along: Name of the coordinate of marks: "epoch", "step", or any increasing coordinate.
-        prefix_tokens: Number of class and register tokens before the patches, for a model that does not show it.
-        class_token: Position of the class token in such a model: the "first" or the "last" token, or "none".
+        prefix_tokens: Number of class and register tokens before the patches, for a model that does
+            not show it.
+        class_token: Position of the class token in such a model: the "first" or the "last" token,
+            or "none".
         grid: Rows and columns of the patches in such a model, if each token attends to all tokens.
-        attrs: Further attributes of a new recording, such as the seed, in plain JSON. Names of the recording's own
-            attributes, such as "layers", are not allowed. If several recordings are opened together, attributes that
-            differ become coordinates.
+        attrs: Further attributes of a new recording, such as the seed, in plain JSON. Names of the
+            recording's own attributes, such as "layers", are not allowed. If several recordings are
+            opened together, attributes that differ become coordinates.
         health: Whether to measure the probe "health", too, and to warn at a mark of new alarms of
             :func:`tcnn_probe.health`.
-        distributed: Whether all ranks call ``mark`` together, which combines their measurements; rank 0 writes. None
-            to do so if torch.distributed is initialised; False if a single rank records alone.
+        distributed: Whether all ranks call ``mark`` together, which combines their measurements;
+            rank 0 writes. None to do so if torch.distributed is initialised; False if a single rank
+            records alone.
 
     Raises:
-        ValueError: A layer, a probe or an option is unknown; the store holds something else (StoreError).
-        TypeError: ``model`` is not a module, or is TorchScript; or an argument that should be a number is not one.
+        ValueError: A layer, a probe or an option is unknown; the store holds something else
+            (StoreError).
+        TypeError: ``model`` is not a module, or is TorchScript; or an argument that should be a
+            number is not one.
     """
 
     def __init__(
@@ -149,9 +158,7 @@ class Recorder:
         self._along = along
         self._layer_filter = None if layers is None else plain_filter(model, layers)
         self._attrs = parse_attributes(attrs)
-        self._named_kinds = (
-            [] if probes is None else [probe.kind for probe in found_probes]
-        )
+        self._named_kinds = [] if probes is None else [probe.kind for probe in found_probes]
         self._has_marked = False
         self._is_removed = False
         self._groups: Groups | None = None
@@ -166,13 +173,12 @@ class Recorder:
                 )
                 undo.callback(self._store.close)
             self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(
-                model, found_probes, layer_names, sampling, tokens
-            )
+            self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
             undo.callback(self._collector.remove)
             check_probes(self._collector)
             with self._ranks.agreed():
-                # This is checked before anything is locked or written, so that an error leaves the store unchanged.
+                # This is checked before anything is locked or written, so that an error leaves the
+                # store unchanged.
                 check_same_recording(self._store, provenance(model), self._collector)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
@@ -181,33 +187,35 @@ class Recorder:
         if self._marks:
             count = _count(len(self._marks), along)
             _LOG.info("%s holds %s: continuing", self._store.name, count)
-        # Remove the hooks of a recorder that is dropped without remove(), as when a notebook cell runs twice.
+        # Remove the hooks of a recorder that is dropped without remove(), as when a notebook cell
+        # runs twice.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the recorded layers, in the model's order; attention layers are known after the first forward."""
+        """Names of the recorded layers, in the model's order; attention layers are known after the
+        first forward.
+        """
         names = {name for name, _ in self._collector.layers}
-        return tuple(
-            sorted(names, key=lambda name: (self._collector.order[name], name))
-        )
+        return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """Reasons why layers that look like attention cannot be recorded, by layer; known after the first forward."""
+        """Reasons why layers that look like attention cannot be recorded, by layer; known after the
+        first forward.
+        """
         return dict(self._collector.stream.unsupported)
 
     @property
     def missing(self) -> dict[str, dict[str, str]]:
         """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
-        return {
-            variable: dict(layers)
-            for variable, layers in self._collector.missing.items()
-        }
+        return {variable: dict(layers) for variable, layers in self._collector.missing.items()}
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
-        """Marks so far, including those of a continued store: epochs, steps or values of the ``along`` coordinate."""
+        """Marks so far, including those of a continued store: epochs, steps or values of the
+        ``along`` coordinate.
+        """
         return self._store.marks if self._ranks.writes else self._marks
 
     @property
@@ -224,7 +232,9 @@ class Recorder:
 
     @property
     def tree(self) -> xr.DataTree:
-        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and other probes by kind."""
+        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and other
+        probes by kind.
+        """
         self._check_marked()
         return self._store.tree()
 
@@ -234,33 +244,35 @@ class Recorder:
         if_marked: IfMarked = "error",
         **values: SupportsFloat,
     ) -> None:
-        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next one.
+        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and
+        starts the next one.
 
-        Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
-        from the layers at this moment. When this returns, the epoch is stored. A forward that still runs in another
-        thread belongs to no epoch.
+        Means are over all images and queries seen since the previous mark; gate, locality strength
+        and centre are read from the layers at this moment. When this returns, the epoch is stored.
+        A forward that still runs in another thread belongs to no epoch.
 
         Args:
             unnamed: Not allowed: all numbers are given by name.
-            if_marked: Treatment of an epoch that the store already holds, for example after resuming: "error", or
-                "skip" to discard its new measurements. ``epoch in recorder.epochs`` tells in advance.
-            **values: The epoch (or the coordinate that ``along`` names), a number greater than all previous marks, and
-                further numbers to store with it. A new name gets NaN for earlier epochs.
+            if_marked: Treatment of an epoch that the store already holds, for example after
+                resuming: "error", or "skip" to discard its new measurements. ``epoch in
+                recorder.epochs`` tells in advance.
+            **values: The epoch (or the coordinate that ``along`` names), a number greater than all
+                previous marks, and further numbers to store with it. A new name gets NaN for
+                earlier epochs.
 
         Raises:
-            ValueError: The epoch is marked already, or earlier than the last mark; or a scalar has the name of a
-                recorded variable.
+            ValueError: The epoch is marked already, or earlier than the last mark; or a scalar has
+                the name of a recorded variable.
             TypeError: The epoch is missing, or a value is not a number.
-            RuntimeError: Nothing was measured since the previous mark, or not the layers or images that were chosen;
-                or the recorder was removed.
+            RuntimeError: Nothing was measured since the previous mark, or not the layers or images
+                that were chosen; or the recorder was removed.
         """
         if unnamed:
             name = self._along
-            raise TypeError(
-                f"mark() takes the {name} by name: mark({name}={unnamed[0]!r})"
-            )
+            raise TypeError(f"mark() takes the {name} by name: mark({name}={unnamed[0]!r})")
         collector, ranks = self._collector, self._ranks
-        # An error on one rank is raised on all ranks, as the others would wait for this rank in the next exchange.
+        # An error on one rank is raised on all ranks, as the others would wait for this rank in the
+        # next exchange.
         with ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
@@ -269,12 +281,10 @@ class Recorder:
             number, scalars = parse_mark(values, self._along, if_marked)
         numbers = ranks.gather(number)
         if len({*numbers}) > 1:
-            raise ValueError(
-                f"expected the same {self._along} on all ranks, got {numbers}"
-            )
+            raise ValueError(f"expected the same {self._along} on all ranks, got {numbers}")
         warned: list[str] = []
-        # With the lock, a forward in another thread ends before the sums are read, and belongs to this epoch, or after
-        # they are reset, and belongs to none.
+        # With the lock, a forward in another thread ends before the sums are read, and belongs to
+        # this epoch, or after they are reset, and belongs to none.
         with collector.lock:
             with whole_parameters(self._model), ranks.agreed():
                 parts = [*collector.earlier, collector.read_sums()]
@@ -293,9 +303,7 @@ class Recorder:
         # Warnings of idle probes are given once.
         if not self._has_marked:
             warned += warn_of_idle_probes(self._named_kinds, collector, sums)
-            _LOG.info(
-                "recording %s layers: %s", len(self.layers), _shorten(self.layers)
-            )
+            _LOG.info("recording %s layers: %s", len(self.layers), _shorten(self.layers))
             for layer, reason in self.unsupported.items():
                 _LOG.info("not recorded: %s (%s)", layer, reason)
         self._has_marked = True
@@ -303,20 +311,25 @@ class Recorder:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def trust_weights(self) -> None:
-        """Accept, without a warning, that a training continues from weights other than those of the last mark.
+        """Accept, without a warning, that a training continues from weights other than those of the
+        last mark.
 
         An example are the weights of a checkpoint within an epoch.
         """
         self._weights.trust()
 
     def discard(self) -> None:
-        """Forget what was measured since the previous mark, for example in a validation that failed."""
+        """Forget what was measured since the previous mark, for example in a validation that
+        failed.
+        """
         with self._collector.lock:
             self._collector.reset()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing inside the ``with``, in any thread, for example during a second evaluation in an epoch."""
+        """Measure nothing inside the ``with``, in any thread, for example during a second
+        evaluation in an epoch.
+        """
         self._collector.forwards.pauses += 1
         try:
             yield
@@ -324,7 +337,9 @@ class Recorder:
             self._collector.forwards.pauses -= 1
 
     def remove(self) -> None:
-        """Detach from the model, and finish writing. Marked epochs stay available. This may be called repeatedly."""
+        """Detach from the model, and finish writing. Marked epochs stay available. This may be
+        called repeatedly.
+        """
         self._is_removed = True
         # Hooks are removed first, so that the model is clean even if the store cannot be closed.
         self._collector.remove()
@@ -368,9 +383,7 @@ class Recorder:
         }
         removed = ", removed" if self._is_removed else ""
         title = f"Recorder of {self._collector.model_class}{removed}"
-        return "\n".join(
-            [title, *(f"  {name}: {text}" for name, text in lines.items())]
-        )
+        return "\n".join([title, *(f"  {name}: {text}" for name, text in lines.items())])
 
     def _write(
         self,
@@ -380,11 +393,13 @@ class Recorder:
     ) -> list[str]:
         """Store an epoch, and return warnings; an error leaves the store unchanged."""
         collector, store = self._collector, self._store
-        # All checks of the epoch come before the first write. This one is the usual mistake of a resumed run.
+        # All checks of the epoch come before the first write. This one is the usual mistake of a
+        # resumed run.
         store.check_order(number)
         check_epoch(collector, sums, self._layer_filter, self._groups)
         entries = number_values(collector, sums) + map_values(collector)
-        # The first mark creates the groups; later marks fill them, even if a layer did not run, and may extend them.
+        # The first mark creates the groups; later marks fill them, even if a layer did not run, and
+        # may extend them.
         groups = self._groups or groups_of(entries, collector.order)
         if store.groups is not None and store.has_layers:
             if self._groups is None:
@@ -397,9 +412,7 @@ class Recorder:
         attrs = store.attrs or {}
         hashes = collector.forwards.image_hashes.read()
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
-        changed = warn_of_changed_images(
-            hashes, json.loads(attrs.get("image_hashes", "{}"))
-        )
+        changed = warn_of_changed_images(hashes, json.loads(attrs.get("image_hashes", "{}")))
         warned = self._once("images", changed)
         for text in warn_of_dropped(dropped):
             warned += self._once(text, [text])
@@ -415,7 +428,9 @@ class Recorder:
         return warned + (self._warn_of_alarms() if self._watches_health else [])
 
     def _once(self, topic: str, texts: list[str]) -> list[str]:
-        """Return the warnings the first time that there are any of this topic, else an empty list."""
+        """Return the warnings the first time that there are any of this topic, else an empty
+        list.
+        """
         if not texts or topic in self._warned:
             return []
         self._warned.add(topic)
@@ -444,11 +459,12 @@ class Recorder:
                 collector.note_absence(entry.layer, entry.values, mark)
 
     def _attributes(self, hashes: Mapping[str, str]) -> dict[str, str]:
-        """Return the reasons why layers or variables are not recorded, and the hashes of images, of all runs so far."""
+        """Return the reasons why layers or variables are not recorded, and the hashes of images, of
+        all runs so far.
+        """
         attrs = self._store.attrs or {}
         unsupported, missing, stored_hashes = (
-            json.loads(attrs.get(name, "{}"))
-            for name in ("unsupported", "missing", "image_hashes")
+            json.loads(attrs.get(name, "{}")) for name in ("unsupported", "missing", "image_hashes")
         )
         # A layer that an earlier run could not record may be recorded now.
         for layer in self.layers:
@@ -458,23 +474,24 @@ class Recorder:
         return {
             "unsupported": json.dumps(unsupported | self.unsupported),
             "missing": json.dumps(missing),
-            # The first hash of an image is kept, so that all later epochs are compared with the same image.
+            # The first hash of an image is kept, so that all later epochs are compared with the
+            # same image.
             "image_hashes": json.dumps({**hashes, **stored_hashes}),
             WEIGHTS: self._weights.mark(),
         }
 
     def _check_marked(self) -> None:
         if not self._ranks.writes:
-            raise RuntimeError(
-                "rank 0 has the recording; open its store to read it elsewhere"
-            )
+            raise RuntimeError("rank 0 has the recording; open its store to read it elsewhere")
         if self._store.groups is None:
             raise RuntimeError(
                 f"nothing is recorded yet: run a forward, then mark({self._along}=...)"
             )
 
     def _warn_of_missing_grids(self) -> list[str]:
-        """Return warnings of layers that lack distances and maps, with advice, once for each layer."""
+        """Return warnings of layers that lack distances and maps, with advice, once for each
+        layer.
+        """
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.advice.items():
             if layer in self.layers:
@@ -493,7 +510,8 @@ class Recorder:
         texts = []
         for alarm in find_illness(dataset).alarms:
             key = alarm.sign, alarm.layer, alarm.since
-            # Alarms that have ended are left out. An alarm that comes again has another `since`, and is reported again.
+            # Alarms that have ended are left out. An alarm that comes again has another `since`,
+            # and is reported again.
             if alarm.until is None and key not in self._alarms:
                 self._alarms.add(key)
                 texts.append(str(alarm))
@@ -504,12 +522,11 @@ class Recorder:
         images = self._collector.unmarked_images
         advice = f"call mark({self._along}=...) after each validation"
         if images:
-            since = (
-                "since the last mark" if self._has_marked else "and nothing was marked"
-            )
+            since = "since the last mark" if self._has_marked else "and nothing was marked"
             return (
-                f"{_count(images, 'image')} measured {since}: they are not in the recording. To keep them, {advice}; "
-                f"for forwards that do not belong to it there is recorder.pause()"
+                f"{_count(images, 'image')} measured {since}: they are not in the recording. To "
+                f"keep them, {advice}; for forwards that do not belong to it there is "
+                "recorder.pause()"
             )
         if self._collector.forwards.training_forwards and not self._has_marked:
             return f"nothing was recorded, as nothing was marked: {advice}"

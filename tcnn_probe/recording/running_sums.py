@@ -1,4 +1,6 @@
-"""Sums over the forwards since the previous mark, on the devices of the layers, and maps of chosen images."""
+"""Sums over the forwards since the previous mark, on the devices of the layers, and maps of chosen
+images.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +22,8 @@ _Columns = tuple[tuple[Key, tuple[tuple[str, torch.Size], ...]], ...]
 class RunningSums:
     """Sums over images, in float64 (float32 on devices without float64), and maps of chosen images.
 
-    The numbers of all layers in a forward are concatenated, because each call of torch takes as long as all their sums.
+    The numbers of all layers in a forward are concatenated, because each call of torch takes as
+    long as all their sums.
 
     Attributes:
         maps: Maps by layer and probe, number of the image in the epoch, and variable.
@@ -32,7 +35,8 @@ class RunningSums:
 
     def reset(self) -> None:
         """Start the next epoch."""
-        # Sums and numbers of finite values (2, n), maxima (n,), and numbers of images that are not finite, by layer.
+        # Sums and numbers of finite values (2, n), maxima (n,), and numbers of images that are not
+        # finite, by layer.
         self._totals: dict[_Columns, tuple[Tensor, Tensor, Tensor]] = {}
         # Numbers of images, and sums of attention.
         self._sums: dict[Key, EpochSums] = {}
@@ -78,7 +82,8 @@ class RunningSums:
             # MPS has no float64.
             dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
             for image, value in zip(images, values, strict=True):
-                # Without copy=True, to() would return the model's own tensor if the dtype is the same.
+                # Without copy=True, to() would return the model's own tensor if the dtype is the
+                # same.
                 by_image.setdefault(image, {})[name] = value.to(dtype, copy=True)
 
     def _add_numbers(self, layers: Sequence[Measured]) -> None:
@@ -112,8 +117,8 @@ class RunningSums:
                 earlier = self._shapes.setdefault((key, name), shape)
                 if earlier != shape:
                     raise ValueError(
-                        f"expected {name!r} of shape {tuple(earlier)}, as of earlier images, got {tuple(shape)}: give "
-                        f"images of one size"
+                        f"expected {name!r} of shape {tuple(earlier)}, as of earlier images, got "
+                        f"{tuple(shape)}: give images of one size"
                     )
 
     def read(self) -> dict[Key, EpochSums]:
@@ -121,8 +126,7 @@ class RunningSums:
         layers = {}
         for key, total in self._sums.items():
             patterns = {
-                name: pattern and pattern.arrays()
-                for name, pattern in total.patterns.items()
+                name: pattern and pattern.arrays() for name, pattern in total.patterns.items()
             }
             layers[key] = EpochSums(total.images, patterns=patterns)
         for columns, totals in self._totals.items():
@@ -146,6 +150,8 @@ def _size(shapes: Iterable[tuple[str, torch.Size]]) -> int:
 
 
 def _as_rows(value: Tensor) -> Tensor:
-    """Return (B, *dims) as (B, n), in a dtype that holds all values when it is concatenated with others."""
+    """Return (B, *dims) as (B, n), in a dtype that holds all values when it is concatenated with
+    others.
+    """
     value = value if value.is_floating_point() else widest(value)
     return value.reshape(len(value), -1)

@@ -1,4 +1,6 @@
-"""Sums of an epoch: what a layer's measurements add up to between two marks, and how numbers follow from them."""
+"""Sums of an epoch: what a layer's measurements add up to between two marks, and how numbers follow
+from them.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +19,14 @@ Key = tuple[str, str]  # layer and kind of probe
 Sums = dict[str, tuple[Any, Any]]
 """Sums by variable, each with the number of terms of each value."""
 
-MIXED_SIZES = (
-    "images of several sizes came between two marks: mark() after those of each size"
-)
+MIXED_SIZES = "images of several sizes came between two marks: mark() after those of each size"
 """Reason why a layer is recorded without content information."""
 
 
 @dataclass
 class EpochSums:
-    """Sums of a layer's measurements by a probe, in arrays that ranks can exchange, or in tensors while they grow.
+    """Sums of a layer's measurements by a probe, in arrays that ranks can exchange, or in tensors
+    while they grow.
 
     Attributes:
         images: Number of images that the layer saw.
@@ -52,7 +53,8 @@ class EpochSums:
         # All ranks have the same parameters, or have gathered them.
         self.state = self.state or other.state
         _add_terms(self.sums, other.sums)
-        # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
+        # Passes of all ranks are counted, because hooks see a rank's gradients before they are
+        # averaged.
         _add_terms(self.squares, other.squares)
         for name, value in other.largest.items():
             self.largest[name] = np.maximum(self.largest.get(name, value), value)
@@ -71,10 +73,12 @@ class EpochSums:
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
-        """Return the numbers of the epoch: those read from parameters, and those that follow from sums.
+        """Return the numbers of the epoch: those read from parameters, and those that follow from
+        sums.
 
-        Variables say how they are summed over images (:attr:`Variable.over_images`). Norms of gradients are root mean
-        squares over backward passes. Sums of attention have a function of their own (:attr:`Pattern.finish`).
+        Variables say how they are summed over images (:attr:`Variable.over_images`). Norms of
+        gradients are root mean squares over backward passes. Sums of attention have a function of
+        their own (:attr:`Pattern.finish`).
         """
         numbers = dict(self.state)
         for name, (total, count) in self.sums.items():
@@ -92,9 +96,7 @@ class EpochSums:
             # Without a backward pass the value is NaN, as 0 would look like a measurement.
             numbers[name] = np.sqrt(total / (count or np.nan))
         statistics = self._statistics.items()
-        return numbers | {
-            name: value for name, value in statistics if not isinstance(value, str)
-        }
+        return numbers | {name: value for name, value in statistics if not isinstance(value, str)}
 
     def reasons(self, variables: Mapping[str, Variable]) -> dict[str, str]:
         """Return the reasons why variables have no value, or may be NaN."""

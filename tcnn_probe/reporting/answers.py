@@ -1,4 +1,6 @@
-"""What a recording of a finished network says about its heads, in sentences: which are local, which find objects."""
+"""What a recording of a finished network says about its heads, in sentences: which are local, which
+find objects.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +24,18 @@ _MEANINGS = {
     "mixed": "does several of these, none of them mainly",
 }
 _NEAR = 2.0
-"""Mean distance in patches up to which a convolutional head is local: that of a 5 x 5 kernel's border."""
+"""Mean distance in patches up to which a convolutional head is local: that of a 5 x 5 kernel's
+border.
+"""
 _LIFT = 1.5
-"""Attention on objects, as a multiple of their area, from which on a head singles them out. Ours."""
+"""Attention on objects, as a multiple of their area, from which on a head singles them out.
+Ours.
+"""
 _NAMED = 8  # heads that a sentence names; the page and the JSON have all of them
 _CHEAP = 0.01
-"""First-order cost of removing a head, as a share of the median head's, below which it does nothing. Ours."""
+"""First-order cost of removing a head, as a share of the median head's, below which it does
+nothing. Ours.
+"""
 _SILENT = ("silent head", "no-op sink")
 
 
@@ -38,7 +46,8 @@ class Answer:
     Args:
         question: The question.
         text: The answer, without the names of heads.
-        heads: Layer and index of the heads that the answer is about, the clearest first, each with its numbers.
+        heads: Layer and index of the heads that the answer is about, the clearest first, each with
+            its numbers.
     """
 
     question: str
@@ -62,7 +71,9 @@ def type_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def answers(run: Run) -> list[Answer]:
-    """Answer questions about the heads of a finished network, from the last mark of its recording."""
+    """Answer questions about the heads of a finished network, from the last mark of its
+    recording.
+    """
     if TYPE not in run.numbers:
         return []
     ds = run.numbers.isel({run.along: -1}).load()
@@ -81,9 +92,7 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
     kinds = [name for name in types.values.ravel().tolist() if name]
     if not kinds:
         return
-    listed = ", ".join(
-        f"{count} {name}" for name, count in Counter(kinds).most_common()
-    )
+    listed = ", ".join(f"{count} {name}" for name, count in Counter(kinds).most_common())
     text = f"Of {len(kinds)} heads, {listed.replace(' ', ' are ', 1)}."
     untyped = sum(run.heads.values()) - len(kinds)
     if untyped:
@@ -91,15 +100,14 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
     if "uncertain_type" in ds:
         uncertain = int((ds.uncertain_type > 0).sum())
         text += (
-            f" {uncertain} of these types are uncertain: the halves of the photographs disagree on them."
+            f" {uncertain} of these types are uncertain: the halves of the photographs disagree on "
+            "them."
             if uncertain
             else " The halves of the photographs agree on these types."
         )
     yield Answer("What are the heads?", text)
     layers = [
-        layer
-        for layer in types.layer.values.tolist()
-        if (types.sel(layer=layer) != "").any()
+        layer for layer in types.layer.values.tolist() if (types.sel(layer=layer) != "").any()
     ]
     third = len(layers) // 3
     if third:
@@ -110,7 +118,8 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
         meanings = "; ".join(f"each {name} one {_MEANINGS[name]}" for name in main)
         yield Answer(
             "What do early and late heads do?",
-            f"In the first {several} {_listed(early)}, and in the last {several} {_listed(late)} ({meanings}).",
+            f"In the first {several} {_listed(early)}, and in the last {several} {_listed(late)} "
+            f"({meanings}).",
         )
 
 
@@ -152,14 +161,12 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
         heads = _ranked(lift.max("query").where(lambda ratio: ratio >= _LIFT), numbers)
         subject = f"{_count(heads)} put at least" if heads else "None puts"
         text = (
-            f"{subject} {_LIFT:g} times as much attention on {run.attrs['objects']} as there would be by chance "
-            f"({float(ds.object_area.mean()):.2f})"
+            f"{subject} {_LIFT:g} times as much attention on {run.attrs['objects']} as there would "
+            f"be by chance ({float(ds.object_area.mean()):.2f})"
         )
         if heads and len(shares) > 1:
             counts = (lift >= _LIFT).sum(["layer", "head"]).to_series()
-            listed = ", ".join(
-                f"{count} from {query}" for query, count in counts.items()
-            )
+            listed = ", ".join(f"{count} from {query}" for query, count in counts.items())
             text += f": {listed}"
         if heads or run.attrs["objects"].startswith("the masks"):
             return Answer(question, text, heads)
@@ -172,7 +179,9 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
     )
     text = "No head attends mainly to patches that stand out"
     if heads:
-        text = f"{_count(heads)} attend mainly to patches that stand out in a photograph (key content)"
+        text = (
+            f"{_count(heads)} attend mainly to patches that stand out in a photograph (key content)"
+        )
     return Answer(
         question,
         f"{text}; whether these are objects, masks would show (--masks FOLDER)",
@@ -182,9 +191,7 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
 
 def _local(run: Run, ds: xr.Dataset) -> Answer:
     question = "Which heads are local?"
-    if "attention_distance" not in ds or not bool(
-        ds.attention_distance.notnull().any()
-    ):
+    if "attention_distance" not in ds or not bool(ds.attention_distance.notnull().any()):
         return Answer(question, "Unknown: the grid of patches is not known")
     distance = ds.attention_distance
     near = distance.where((_types(run) == "convolutional") & (distance <= _NEAR))
@@ -205,19 +212,15 @@ def _nothing(run: Run, ds: xr.Dataset) -> Answer:
     """Say which heads do nothing, by the findings of health and their first-order costs."""
     question = "Which heads do nothing?"
     findings = [finding for finding in run.findings or () if finding.sign in _SILENT]
-    heads = [
-        (finding.layer, head, finding.sign)
-        for finding in findings
-        for head in finding.heads
-    ]
-    unseen = [
-        sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen
-    ]
+    heads = [(finding.layer, head, finding.sign) for finding in findings for head in finding.heads]
+    unseen = [sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen]
     ways = "silent, or attend to a sink whose value is small"
     if "cost_zero" in ds and bool(ds.cost_zero.notnull().any()):
         cost = abs(ds.cost_zero)
         median = float(cost.median())
-        ways += f", or cost less than {_CHEAP:g} of the median head if they are removed, to first order"
+        ways += (
+            f", or cost less than {_CHEAP:g} of the median head if they are removed, to first order"
+        )
         known = {head[:2] for head in heads}
         cheap = _ranked(
             -cost.where(cost < _CHEAP * median),
@@ -236,8 +239,7 @@ def _ranked(values: xr.DataArray, describe: Any) -> list[tuple[str, int, str]]:
     order = np.argsort(-stacked.values, kind="stable")
     places = [stacked.place.values[number] for number in order]
     return [
-        (str(layer), int(head), describe({"layer": layer, "head": head}))
-        for layer, head in places
+        (str(layer), int(head), describe({"layer": layer, "head": head})) for layer, head in places
     ]
 
 

@@ -1,4 +1,6 @@
-"""Drawings of the page by matplotlib: the parts of each head's attention, and the kernels of its convolution."""
+"""Drawings of the page by matplotlib: the parts of each head's attention, and the kernels of its
+convolution.
+"""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -31,10 +33,12 @@ _DPI = 150
 
 
 def draw_heads(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Draw what the heads of each run depend on: ``of`` which run, ``meaning`` in words, and ``svg``.
+    """Draw what the heads of each run depend on: ``of`` which run, ``meaning`` in words, and
+    ``svg``.
 
-    The parts are bars of the last mark and, of several marks, bands over them. Kernels are those of the last mark, of
-    several seeds the first that recorded them. Nothing is drawn of what a run lacks.
+    The parts are bars of the last mark and, of several marks, bands over them. Kernels are those of
+    the last mark, of several seeds the first that recorded them. Nothing is drawn of what a run
+    lacks.
     """
     drawings = []
     # A user's own style, such as a dark background, is not the page's.
@@ -43,14 +47,14 @@ def draw_heads(runs: Sequence[Run]) -> list[dict[str, str]]:
             for recording, meaning, figure in _figures(run):
                 names = [run.name] * (len(runs) > 1)
                 names += [recording.name] * (recording is not run)
-                drawings.append(
-                    {"of": ", ".join(names), "meaning": meaning, "svg": _svg(figure)}
-                )
+                drawings.append({"of": ", ".join(names), "meaning": meaning, "svg": _svg(figure)})
     return drawings
 
 
 def _figures(run: Run) -> Iterator[tuple[Run, str, Figure]]:
-    """Yield figures of a run, with the run or seed that they show and a description for screen readers."""
+    """Yield figures of a run, with the run or seed that they show and a description for screen
+    readers.
+    """
     numbers, last = run.numbers, {run.along: -1}
     if {"selectivity", *PARTS} <= {*numbers.data_vars} and bool(
         numbers.selectivity.isel(last).notnull().any()
@@ -67,9 +71,7 @@ def _figures(run: Run) -> Iterator[tuple[Run, str, Figure]]:
         if kernels is None or not bool(kernels.isel(last).notnull().any()):
             continue
         figure = Figure(layout="constrained")
-        axes = offset_kernels(
-            kernels.isel(last), figure.subplots(), positional=recording.numbers
-        )
+        axes = offset_kernels(kernels.isel(last), figure.subplots(), positional=recording.numbers)
         # Inches: half for each kernel, and room for the names of heads and layers.
         columns, rows = abs(axes.viewLim.width), abs(axes.viewLim.height)
         figure.set_size_inches(columns / 2 + 1.6, rows / 2 + 1)
@@ -80,8 +82,6 @@ def _figures(run: Run) -> Iterator[tuple[Run, str, Figure]]:
 def _svg(figure: Figure) -> str:
     """Return a figure as an element of a page, with the colour of the page's text."""
     file = io.StringIO()
-    figure.savefig(
-        file, format="svg", transparent=True, dpi=_DPI, metadata={"Date": None}
-    )
+    figure.savefig(file, format="svg", transparent=True, dpi=_DPI, metadata={"Date": None})
     text = file.getvalue()
     return text[text.index("<svg") :].replace(_INK, "var(--ink)")

@@ -34,7 +34,8 @@ def explore(
     *,
     max_mb: float = 50,
 ) -> Report:
-    """Show attention maps as a page: click a pixel, or choose a head, a layer, the class token or another query.
+    """Show attention maps as a page: click a pixel, or choose a head, a layer, the class token or
+    another query.
 
     ::
 
@@ -48,7 +49,8 @@ def explore(
     Args:
         maps: Result of :func:`tcnn_probe.attention_maps`.
         path: Path of the HTML file, which is replaced in one step; None to write no file.
-        max_mb: Largest size of the page, in 10⁶ bytes; a byte for each cell of each map, and a third.
+        max_mb: Largest size of the page, in 10⁶ bytes; a byte for each cell of each map, and a
+            third.
 
     Returns:
         A :class:`Report`, which a notebook shows.
@@ -69,8 +71,9 @@ def explore(
     )
     if size * 4 / 3 > max_mb * 1e6:
         raise ValueError(
-            f"expected maps for a page of at most {max_mb:g} MB (max_mb), got {size * 4 / 3e6:.0f} MB: give "
-            "attention_maps fewer layers=, heads=, images or queries=, or explore a larger max_mb="
+            f"expected maps for a page of at most {max_mb:g} MB (max_mb), got {size * 4 / 3e6:.0f} "
+            "MB: give attention_maps fewer layers=, heads=, images or queries=, or explore a "
+            "larger max_mb="
         )
     pictures = maps.dataset["input"].values
     packer = _Packer()

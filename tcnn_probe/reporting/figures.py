@@ -31,10 +31,11 @@ __all__ = [
 NUMBERS = list(Viridis256)
 DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
 TYPES = [
-    OKABE_ITO[name]
-    for name in ("blue", "sky blue", "vermillion", "orange", "yellow", "green")
+    OKABE_ITO[name] for name in ("blue", "sky blue", "vermillion", "orange", "yellow", "green")
 ]
-"""Colours of types of heads: blue where attention is the same for all images, red where it depends on the image."""
+"""Colours of types of heads: blue where attention is the same for all images, red where it depends
+on the image.
+"""
 
 SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
 """Colours of a head with the same type in both runs, and with different types."""
@@ -63,10 +64,11 @@ _DOTS = 40  # marks; with more of them, dots would merge into a thick line
 def grid(
     axes: Axes, name: str, counts: Mapping[str, int]
 ) -> tuple[figure, ColumnDataSource, LinearColorMapper, ColumnDataSource]:
-    """Draw a grid of layers x heads, the first layer at the top, with ``counts`` heads in each layer.
+    """Draw a grid of layers x heads, the first layer at the top, with ``counts`` heads in each
+    layer.
 
-    Return the figure; the source of its cells, in which the page fills in "value" and "text"; their colours; and the
-    source of the box around the selected cell.
+    Return the figure; the source of its cells, in which the page fills in "value" and "text"; their
+    colours; and the source of the box around the selected cell.
     """
     rows, columns = len(axes.layers), len(axes.heads)
     cells, box = _cells(axes, counts), ColumnDataSource({"row": [], "column": []})
@@ -93,12 +95,8 @@ def grid(
     plot.ygrid.visible = False
     plot.xaxis.axis_label = "head"
     plot.yaxis.axis_label = "layer"
-    plot.xaxis.ticker = FixedTicker(
-        ticks=list(range(0, columns, math.ceil(columns / 16)))
-    )
-    plot.xaxis.major_label_overrides = {
-        column: str(head) for column, head in enumerate(axes.heads)
-    }
+    plot.xaxis.ticker = FixedTicker(ticks=list(range(0, columns, math.ceil(columns / 16))))
+    plot.xaxis.major_label_overrides = {column: str(head) for column, head in enumerate(axes.heads)}
     plot.yaxis.ticker = FixedTicker(ticks=list(range(rows)))
     plot.yaxis.major_label_overrides = dict(enumerate(_short_names(list(axes.layers))))
     return plot, cells, mapper, box
@@ -119,29 +117,28 @@ def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
 
 
 def grid_width(axes: Axes) -> int:
-    """Return a width for a grid, in pixels: 30 for each head, 9 for each letter of the layers' names."""
+    """Return a width for a grid, in pixels: 30 for each head, 9 for each letter of the layers'
+    names.
+    """
     return max(
         280,
         30 * len(axes.heads) + 9 * max(map(len, _short_names(list(axes.layers)))) + 30,
     )
 
 
-def curve(
-    axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]
-) -> figure:
+def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
     """Draw a variable over the marks, a colour for each run.
 
-    A dashed line is the mean over the layer's heads, a band the range of a run's seeds. The page finds the parts of a
-    run by their name, "run 0", and gives them the colours of a light page or a dark one.
+    A dashed line is the mean over the layer's heads, a band the range of a run's seeds. The page
+    finds the parts of a run by their name, "run 0", and gives them the colours of a light page or a
+    dark one.
     """
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
     low, high = variable["limits"]
     room = max(0.06 * (high - low), 0.01 * max(abs(low), abs(high))) or 0.5
     name, along = variable["name"], axes.along
-    plot = _figure(
-        f"curve {name}", (first - edge, last + edge), (low - room, high + room), 150
-    )
+    plot = _figure(f"curve {name}", (first - edge, last + edge), (low - room, high + room), 150)
     lines = []
     for run, source in enumerate(sources):
         color, part = RUNS[run][0], f"run {run}"
@@ -159,9 +156,7 @@ def curve(
                 name=part,
             )
         source.add([], name)
-        line = plot.line(
-            along, name, source=source, line_color=color, line_width=2, name=part
-        )
+        line = plot.line(along, name, source=source, line_color=color, line_width=2, name=part)
         lines.append(line)
         if len(axes.marks) <= _DOTS:
             plot.scatter(along, name, source=source, color=color, size=5, name=part)
@@ -187,13 +182,13 @@ def axis_title(variable: dict[str, Any]) -> str:
 def _draw_range(
     plot: figure, along: str, name: str, source: ColumnDataSource, color: str, part: str
 ) -> None:
-    """Draw the range of a run's seeds as a band; and as strokes, since the band of a single mark has no area."""
+    """Draw the range of a run's seeds as a band; and as strokes, since the band of a single mark
+    has no area.
+    """
     low, high = f"{name} low", f"{name} high"
     source.add([], low)
     source.add([], high)
-    plot.varea(
-        along, low, high, source=source, fill_color=color, fill_alpha=0.2, name=part
-    )
+    plot.varea(along, low, high, source=source, fill_color=color, fill_alpha=0.2, name=part)
     plot.segment(
         along,
         low,
@@ -206,9 +201,7 @@ def _draw_range(
     )
 
 
-def _figure(
-    name: str, x: tuple[float, float], y: tuple[float, float], height: int
-) -> figure:
+def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: int) -> figure:
     """Make an empty figure, as wide as its place on the page."""
     plot = figure(
         name=name,
@@ -234,6 +227,4 @@ def _short_names(layers: Sequence[str]) -> list[str]:
     """Shorten names if they are long."""
     if max(map(len, layers)) <= 26:
         return list(layers)
-    return [
-        name if len(name) <= 24 else f"…{name[-23:]}" for name in short_names(layers)
-    ]
+    return [name if len(name) <= 24 else f"…{name[-23:]}" for name in short_names(layers)]

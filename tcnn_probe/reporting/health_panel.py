@@ -15,7 +15,9 @@ __all__ = ["checks", "finding_rows", "headline", "sign_rows"]
 
 
 def finding_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Describe the findings in all recordings, worst first, with their places on the page's axes."""
+    """Describe the findings in all recordings, worst first, with their places on the page's
+    axes.
+    """
     findings = [
         (name, finding)
         for name, recording in _recordings(runs)
@@ -46,7 +48,9 @@ def _describe(axes: Axes, name: str, finding: Finding) -> dict[str, Any]:
 
 
 def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Describe the signs in recordings of finished networks: one row for all layers of a network that share a sign."""
+    """Describe the signs in recordings of finished networks: one row for all layers of a network
+    that share a sign.
+    """
     rows = []
     for name, recording in _recordings(runs):
         findings = recording.findings or ()
@@ -56,16 +60,12 @@ def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
             low, high = min(values), max(values)
             span = f"{low:.3g}" + (f" to {high:.3g}" if high > low else "")
             everywhere = len(shared) == len(recording.heads)
-            count = (
-                f"{'all ' * everywhere}{len(shared)} layer{'s' * (len(shared) != 1)}"
-            )
+            count = f"{'all ' * everywhere}{len(shared)} layer{'s' * (len(shared) != 1)}"
             heads = sum(len(finding.heads) for finding in shared)
             rows.append(
                 _describe(axes, name, shared[0])
                 | {
-                    "where": f"{heads} head{'s' * (heads != 1)} of {count}"
-                    if heads
-                    else count,
+                    "where": f"{heads} head{'s' * (heads != 1)} of {count}" if heads else count,
                     "places": [_describe(axes, name, finding) for finding in shared],
                     "seen": f"{label(shared[0].measure)} {span}",
                 }
@@ -83,7 +83,9 @@ def headline(rows: Sequence[dict[str, Any]], runs: Sequence[Run]) -> str:
 
 
 def checks(runs: Sequence[Run]) -> list[str]:
-    """Say what was looked for and what was not recorded: once for all recordings of which the same holds."""
+    """Say what was looked for and what was not recorded: once for all recordings of which the same
+    holds.
+    """
     names: dict[tuple[str, ...], list[str]] = {}
     for name, recording in _recordings(runs):
         names.setdefault(tuple(_checks_of(recording)), []).append(name)
@@ -100,8 +102,7 @@ def _checks_of(run: Run) -> Iterator[str]:
     empty = [
         name
         for name, sign in signs.items()
-        if sign.variable in run.numbers
-        and not np.isfinite(run.numbers[sign.variable]).any()
+        if sign.variable in run.numbers and not np.isfinite(run.numbers[sign.variable]).any()
     ]
     unseen = run.findings.unseen
     looked_for = [name for name in signs if name not in unseen and name not in empty]
@@ -110,9 +111,7 @@ def _checks_of(run: Run) -> Iterator[str]:
         variables = dict.fromkeys(label(signs[name].variable) for name in empty)
         yield f"Not looked for, as {', '.join(variables)} had no value: {', '.join(empty)}."
     if unseen:
-        lacking = dict.fromkeys(
-            label(name) for names in unseen.values() for name in names
-        )
+        lacking = dict.fromkeys(label(name) for names in unseen.values() for name in names)
         yield (
             f"Not looked for, as {', '.join(lacking)} were not recorded: {', '.join(unseen)}. "
             "record(..., health=True) records them."
@@ -120,7 +119,9 @@ def _checks_of(run: Run) -> Iterator[str]:
 
 
 def _recordings(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
-    """Yield all recordings with their names; "" for the only run, of seeds with the run's name if there are several."""
+    """Yield all recordings with their names; "" for the only run, of seeds with the run's name if
+    there are several.
+    """
     for run in runs:
         for recording in run.recordings:
             names = [run.name] * (len(runs) > 1) + [recording.name] * bool(run.seeds)

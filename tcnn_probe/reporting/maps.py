@@ -11,7 +11,9 @@ from tcnn_probe.reporting.recordings import Run
 __all__ = ["NO_VALUE", "Choice", "Maps", "choose_maps", "encode_maps", "pack_maps"]
 
 NO_VALUE = 255
-"""Byte of a cell that is NaN; other bytes are shares of the map's largest value, in steps of 1 / 254."""
+"""Byte of a cell that is NaN; other bytes are shares of the map's largest value, in steps of 1 /
+254.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,17 @@ class Choice:
 def choose_maps(run: Run, max_bytes: float) -> Choice:
     """Thin the maps of a recording until their uncompressed base64 fits into a number of bytes.
 
-    Images are dropped only if a single mark of all of them does not fit. Marks that stay are evenly spread, the last
-    among them.
+    Images are dropped only if a single mark of all of them does not fit. Marks that stay are evenly
+    spread, the last among them.
     """
     count, images = len(run.marks), len(run.images)
     size = sum(
-        _bytes_per_mark(values, run.along)
-        for ds in run.maps
-        for values in ds.data_vars.values()
+        _bytes_per_mark(values, run.along) for ds in run.maps for values in ds.data_vars.values()
     )
     # In maps of an image at a mark; base64 adds a third.
     room = max_bytes / (4 / 3 * size / images) if size else 0.0
     if room < images:
-        return (
-            Choice([count - 1], int(room), images)
-            if room >= 1
-            else Choice([], 0, images)
-        )
+        return Choice([count - 1], int(room), images) if room >= 1 else Choice([], 0, images)
     marks = min(count, int(room / images)) if images else 0
     return Choice(
         np.unique(np.linspace(count - 1, 0, marks).round().astype(int)).tolist(),
@@ -70,9 +66,7 @@ def pack_maps(run: Run, choice: Choice) -> list[Maps]:
     packed = []
     for ds in run.maps if choice.marks else ():
         # Loaded at once: a chunk has all layers, and would be read again for each of them.
-        selected = ds.isel(
-            {run.along: choice.marks, "image": slice(choice.images)}
-        ).load()
+        selected = ds.isel({run.along: choice.marks, "image": slice(choice.images)}).load()
         for name, values in selected.data_vars.items():
             if "y" in values.dims and "window" in values.dims:
                 values = _sheet(values)
@@ -87,21 +81,17 @@ def pack_maps(run: Run, choice: Choice) -> list[Maps]:
                     .values.astype(np.float32)
                 )
                 shape = array.shape if grid else (*array.shape, 0, 0)
-                packed.append(
-                    Maps(layer, str(name), shape, by, "window" in ds.dims, _pack(array))
-                )
+                packed.append(Maps(layer, str(name), shape, by, "window" in ds.dims, _pack(array)))
     return packed
 
 
 def _bytes_per_mark(values: xr.DataArray, along: str) -> int:
-    """Count the bytes of a variable of maps at a mark: the cells of each map, and its largest value as float32."""
+    """Count the bytes of a variable of maps at a mark: the cells of each map, and its largest value
+    as float32.
+    """
     maps = int(
         np.prod(
-            [
-                size
-                for dim, size in values.sizes.items()
-                if dim not in (along, "window", "y", "x")
-            ]
+            [size for dim, size in values.sizes.items() if dim not in (along, "window", "y", "x")]
         )
     )
     height, width = (values.sizes.get(dim, 0) for dim in ("y", "x"))
@@ -115,7 +105,9 @@ def _sheet_shape(windows: int) -> tuple[int, int]:
 
 
 def _sheet(values: xr.DataArray) -> xr.DataArray:
-    """Lay windows (window, y, x) side by side, row by row, with a line of NaN between them: (y, x)."""
+    """Lay windows (window, y, x) side by side, row by row, with a line of NaN between them: (y,
+    x).
+    """
     rows, columns = _sheet_shape(values.sizes["window"])
     extra = rows * columns - values.sizes["window"]
     padded = (
@@ -124,14 +116,10 @@ def _sheet(values: xr.DataArray) -> xr.DataArray:
         .transpose(..., "window", "y", "x")
     )
     *outer, _, height, width = padded.shape
-    sheets = padded.values.reshape(*outer, rows, columns, height, width).swapaxes(
-        -3, -2
-    )
+    sheets = padded.values.reshape(*outer, rows, columns, height, width).swapaxes(-3, -2)
     sheets = sheets.reshape(*outer, rows * height, columns * width)[..., :-1, :-1]
     outer_dims = padded.dims[:-3]
-    return xr.DataArray(
-        sheets, {dim: values[dim] for dim in outer_dims}, (*outer_dims, "y", "x")
-    )
+    return xr.DataArray(sheets, {dim: values[dim] for dim in outer_dims}, (*outer_dims, "y", "x"))
 
 
 def _pack(array: NDArray[np.float32]) -> bytes:
@@ -144,7 +132,7 @@ def encode_maps(array: NDArray[np.float32]) -> tuple[bytes, bytes]:
     finite = np.where(np.isfinite(array), array, 0)
     largest = finite.max((-2, -1))
     share = finite / np.maximum(largest, np.finfo(np.float32).tiny)[..., None, None]
-    cells = np.where(
-        np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE
-    ).astype(np.uint8)
+    cells = np.where(np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE).astype(
+        np.uint8
+    )
     return largest.tobytes(), cells.tobytes()

@@ -39,9 +39,7 @@ def summary(axes: Axes, runs: Sequence[Run]) -> str:
     chosen = {str(run.attrs.get("photographs_chosen", "")): None for run in runs}
     if any(chosen):
         span = "; ".join(filter(None, chosen))
-    return " · ".join(
-        [*filter(None, models), f"layers: {len(axes.layers)}, heads: {heads}", span]
-    )
+    return " · ".join([*filter(None, models), f"layers: {len(axes.layers)}, heads: {heads}", span])
 
 
 def missing(
@@ -51,12 +49,14 @@ def missing(
     max_mb: float,
     recorded: int,
 ) -> list[str]:
-    """Say what is missing from the page, which has some of the recorded marks, or that nothing is."""
+    """Say what is missing from the page, which has some of the recorded marks, or that nothing
+    is.
+    """
     lines = []
     if len(axes.marks) < recorded:
         lines.append(
-            f"this page has {len(axes.marks)} of {recorded} {axes.along}s, evenly spread, because max_mb={max_mb:g}; "
-            "the recording has all"
+            f"this page has {len(axes.marks)} of {recorded} {axes.along}s, evenly spread, because "
+            f"max_mb={max_mb:g}; the recording has all"
         )
     for run, choice in zip(runs, choices, strict=True):
         run_lines = [*_missing_variables(run), *_missing_maps(run, choice, max_mb)]
@@ -70,9 +70,7 @@ def missing(
             run_lines.append(f"recorded, but not on this page: {', '.join(run.hidden)}")
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         lines += [prefix + line for line in run_lines]
-    return lines or [
-        "Nothing: every layer and variable that was asked for was recorded."
-    ]
+    return lines or ["Nothing: every layer and variable that was asked for was recorded."]
 
 
 def types_rest_on(run: Run) -> str:
@@ -84,7 +82,10 @@ def types_rest_on(run: Run) -> str:
     text = f"Types rest on {attrs['images']} photographs."
     if count > 1:
         bound = count / (count - 1) * np.log(count)
-        text += f" From {count}, content (the sum of its two parts) is at most n / (n - 1) log n = {bound:.2f} nat"
+        text += (
+            f" From {count}, content (the sum of its two parts) is at most n / (n - 1) log n = "
+            f"{bound:.2f} nat"
+        )
         layers = [*json.loads(attrs.get("bound", "{}"))]
         text += f", and too low in {', '.join(layers)}." if layers else "."
     return text
@@ -92,17 +93,13 @@ def types_rest_on(run: Run) -> str:
 
 def _missing_variables(run: Run) -> Iterable[str]:
     """Say which layers and variables the recording lacks, and why."""
-    for name, reason in json.loads(
-        run.attrs.get("photographs_unreadable", "{}")
-    ).items():
+    for name, reason in json.loads(run.attrs.get("photographs_unreadable", "{}")).items():
         yield f"{name} could not be read: {reason}"
     if reason := run.attrs.get("without_objects"):
         yield f"attention on objects: {reason}"
     for layer, reason in json.loads(run.attrs.get("unsupported", "{}")).items():
         yield f"{layer} is not supported: {reason}"
-    unlabelled = (
-        json.loads(run.numbers[TYPE].attrs["unlabelled"]) if TYPE in run.numbers else {}
-    )
+    unlabelled = json.loads(run.numbers[TYPE].attrs["unlabelled"]) if TYPE in run.numbers else {}
     for name, reasons in (
         json.loads(run.attrs.get("missing", "{}")) | {"type": unlabelled}
     ).items():
@@ -112,9 +109,7 @@ def _missing_variables(run: Run) -> Iterable[str]:
         for reason, layers in layers_by_reason.items():
             yield f"{label(name)} of {', '.join(layers)}: {reason}"
     variables = [*run.numbers.data_vars.values(), *run.scalars.data_vars.values()]
-    empty = [
-        label(str(values.name)) for values in variables if not np.isfinite(values).any()
-    ]
+    empty = [label(str(values.name)) for values in variables if not np.isfinite(values).any()]
     if empty:
         yield f"no value at any {run.along}: {', '.join(empty)}"
     if TYPE not in run.numbers:
@@ -145,36 +140,29 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
 
 
 def mapped_seed(run: Run) -> str:
-    """Return the name of the seed whose maps are those of a run; "" if there are no seeds, or no maps."""
+    """Return the name of the seed whose maps are those of a run; "" if there are no seeds, or no
+    maps.
+    """
     return next((seed.name for seed in run.seeds if seed.maps), "")
 
 
 def _missing_beside(run: Run, axes: Axes, holder: str) -> Iterable[str]:
     """Say what a run lacks and others have."""
     variables = {*run.numbers.data_vars, *run.scalars.data_vars}
-    heads = {
-        layer: count - run.heads.get(layer, count)
-        for layer, count in axes.layers.items()
-    }
+    heads = {layer: count - run.heads.get(layer, count) for layer, count in axes.layers.items()}
     lacking = {
         "layers": [layer for layer in axes.layers if layer not in run.heads],
         f"{axes.along}s": [str(mark) for mark in axes.marks if mark not in run.marks],
-        "variables": [
-            name for name in (axes.numbers | axes.scalars) if name not in variables
-        ],
+        "variables": [name for name in (axes.numbers | axes.scalars) if name not in variables],
         "heads": [f"{count} of {layer}" for layer, count in heads.items() if count],
     }
     for kind, names in lacking.items():
         if names:
-            listed = ", ".join(names[:8]) + (
-                f", ... ({len(names)})" if len(names) > 8 else ""
-            )
+            listed = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
             yield f"{holder} {kind} that this one has not: {listed}"
 
 
-def definitions(
-    axes: Axes, runs: Sequence[Run], maps: Iterable[str]
-) -> list[tuple[str, str, str]]:
+def definitions(axes: Axes, runs: Sequence[Run], maps: Iterable[str]) -> list[tuple[str, str, str]]:
     """List name, unit and definition of every variable on the page."""
     map_attrs = {
         str(name): values.attrs
@@ -190,9 +178,7 @@ def definitions(
         text = attrs.get("description", "")
         if name == TYPE:
             types = json.loads(attrs["definitions"]).items()
-            text = "; ".join(
-                f"{kind}: {definition}" for kind, definition in types if kind
-            )
+            text = "; ".join(f"{kind}: {definition}" for kind, definition in types if kind)
             name = label(name)
         rows.append((name, unit(attrs).strip() or "1", text))
     return rows
@@ -200,9 +186,7 @@ def definitions(
 
 def provenance(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List every attribute that is not shown elsewhere, with a value for each run."""
-    keys = dict.fromkeys(
-        key for run in runs for key in run.attrs if key not in _SHOWN_ELSEWHERE
-    )
+    keys = dict.fromkeys(key for run in runs for key in run.attrs if key not in _SHOWN_ELSEWHERE)
     return [
         ("recording", [run.name for run in runs]),
         *((key, [str(run.attrs.get(key, "")) for run in runs]) for key in keys),

@@ -52,10 +52,9 @@ _PALETTES = {
 }
 
 
-def page(
-    runs: Sequence[Run], pictures: Sequence[str], max_mb: float
-) -> tuple[str, dict[str, Any]]:
-    """Make the page of one to four runs, HTML without references, and say what it says of finished networks, as data.
+def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> tuple[str, dict[str, Any]]:
+    """Make the page of one to four runs, HTML without references, and say what it says of finished
+    networks, as data.
 
     Pictures are data URLs of the images, or none.
     """
@@ -86,12 +85,9 @@ def page(
         "along": axes.along,
         "marks": axes.marks,
         "heads": axes.heads,
-        "layers": [
-            {"name": layer, "heads": count} for layer, count in axes.layers.items()
-        ],
+        "layers": [{"name": layer, "heads": count} for layer, count in axes.layers.items()],
         "runs": [
-            _describe_run(run, axes, choice)
-            for run, choice in zip(runs, choices, strict=True)
+            _describe_run(run, axes, choice) for run, choice in zip(runs, choices, strict=True)
         ],
         "variables": variables,
         "types": TYPES,
@@ -109,9 +105,7 @@ def page(
     text = {
         "summary": notes.summary(axes, runs),
         "missing": notes.missing(axes, runs, choices, max_mb, recorded),
-        "meanings": notes.definitions(
-            axes, runs, [layer_maps.name for _, layer_maps in maps]
-        ),
+        "meanings": notes.definitions(axes, runs, [layer_maps.name for _, layer_maps in maps]),
         "provenance": notes.provenance(runs),
         "drawings": drawings,
         "findings": findings,
@@ -141,7 +135,9 @@ def page(
 
 
 def _size(numbers: bytes) -> float:
-    """Return the bytes that numbers take on the page, where Bokeh compresses them; base64 adds a third."""
+    """Return the bytes that numbers take on the page, where Bokeh compresses them; base64 adds a
+    third.
+    """
     return 4 / 3 * len(zlib.compress(numbers, 1))
 
 
@@ -197,10 +193,7 @@ def _document(
                 for layer, count in runs[0].heads.items()
             }
         )
-    grids = [
-        figures.grid(axes, f"grid {number}", heads)
-        for number, heads in enumerate(counts)
-    ]
+    grids = [figures.grid(axes, f"grid {number}", heads) for number, heads in enumerate(counts)]
     sources = [ColumnDataSource({axes.along: []}) for _ in runs]
     # A single mark has no curves: the page draws the place of the head among all others.
     curves = [

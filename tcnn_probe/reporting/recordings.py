@@ -33,7 +33,9 @@ class Run:
     name: str  # name on the page
     along: str  # dimension of the marks
     marks: list[Any]  # labels of the marks, such as epochs
-    numbers: xr.Dataset  # variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has a type
+    numbers: (
+        xr.Dataset
+    )  # variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has a type
     scalars: xr.Dataset  # variables of shape (marks,)
     maps: list[xr.Dataset]  # groups of maps: (marks, layer, image, ...)
     images: list[int]  # labels of the images that have maps
@@ -65,7 +67,8 @@ class Axes:
     scalars: dict[str, dict[str, str]]
 
     def values(self, run: Run, name: str) -> NDArray[np.float64] | None:
-        """Put a run's variable on these axes, (marks, layers, heads), (marks, layers) or (marks,); None if it has none.
+        """Put a run's variable on these axes, (marks, layers, heads), (marks, layers) or (marks,);
+        None if it has none.
 
         NaN where the run has no such mark, layer or head.
         """
@@ -83,7 +86,9 @@ class Axes:
 
 
 def read_run(recording: Any) -> Run:
-    """Split a recording into its parts; raise ValueError if it is none, or has no marks or layers."""
+    """Split a recording into its parts; raise ValueError if it is none, or has no marks or
+    layers.
+    """
     tree, source = _as_tree(recording)
     name = str(
         source
@@ -96,7 +101,8 @@ def read_run(recording: Any) -> Run:
     along = str(flat.attrs.get("along"))
     if along not in flat.dims:
         raise ValueError(
-            "expected a recording: a path, recorder.tree, recorder.dataset, or tcnn_probe.open(path)"
+            "expected a recording: a path, recorder.tree, recorder.dataset, or "
+            "tcnn_probe.open(path)"
         )
     if "run" in flat.dims:
         raise ValueError(
@@ -112,12 +118,11 @@ def read_run(recording: Any) -> Run:
     heads = _count_heads([*head_groups, *maps])
     if not flat.sizes[along] or not heads:
         raise ValueError(
-            f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to show"
+            f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to "
+            "show"
         )
     by_head = _variables_by_layer(head_groups, along, list(heads))
-    scalars = flat[
-        [key for key, values in flat.data_vars.items() if values.dims == (along,)]
-    ]
+    scalars = flat[[key for key, values in flat.data_vars.items() if values.dims == (along,)]]
     names = {str(key) for ds in groups for key in ds.data_vars}
     kernels = [ds[KERNELS] for ds in groups if KERNELS in ds]
     names = names.difference(by_head, scalars.data_vars, [KERNELS], _HALVES)
@@ -141,7 +146,9 @@ def read_run(recording: Any) -> Run:
 
 
 def common_axes(runs: Sequence[Run]) -> Axes:
-    """Join the axes of all runs; raise ValueError if they were marked along different dimensions."""
+    """Join the axes of all runs; raise ValueError if they were marked along different
+    dimensions.
+    """
     for run in runs:
         if run.along != runs[0].along:
             raise ValueError(
@@ -149,10 +156,7 @@ def common_axes(runs: Sequence[Run]) -> Axes:
             )
     layers: dict[str, int] = {}
     for run in runs:
-        layers |= {
-            layer: max(count, layers.get(layer, 0))
-            for layer, count in run.heads.items()
-        }
+        layers |= {layer: max(count, layers.get(layer, 0)) for layer, count in run.heads.items()}
     heads = {
         head
         for run in runs
@@ -222,26 +226,20 @@ def _count_heads(groups: Iterable[xr.Dataset]) -> dict[str, int]:
     for ds in groups:
         table = json.loads(ds.attrs.get("layers", "{}"))
         for layer in ds["layer"].values.tolist() if "layer" in ds.dims else ():
-            heads.setdefault(
-                layer, table.get(layer, {}).get("heads", ds.sizes.get("head", 1))
-            )
+            heads.setdefault(layer, table.get(layer, {}).get("heads", ds.sizes.get("head", 1)))
     return heads
 
 
 def _variables_by_layer(
     groups: Sequence[xr.Dataset], along: str, layers: list[str]
 ) -> dict[str, xr.DataArray]:
-    """Put all variables, (marks, layer) or (marks, layer, head), on the same layers and heads, NaN where there is none.
+    """Put all variables, (marks, layer) or (marks, layer, head), on the same layers and heads, NaN
+    where there is none.
 
     Of variables of the same name, the first group's is taken.
     """
     heads = sorted(
-        {
-            head
-            for ds in groups
-            if "head" in ds.dims
-            for head in ds["head"].values.tolist()
-        }
+        {head for ds in groups if "head" in ds.dims for head in ds["head"].values.tolist()}
     )
     variables: dict[str, xr.DataArray] = {}
     for ds in groups:
@@ -251,17 +249,15 @@ def _variables_by_layer(
                 "layer",
                 "head",
             } and key not in {*variables, *_HALVES}:
-                labels = {"layer": layers} | (
-                    {"head": heads} if "head" in values.dims else {}
-                )
-                variables[str(key)] = (
-                    values.astype(float).reindex(labels).transpose(along, *labels)
-                )
+                labels = {"layer": layers} | ({"head": heads} if "head" in values.dims else {})
+                variables[str(key)] = values.astype(float).reindex(labels).transpose(along, *labels)
     return variables
 
 
 def _types(flat: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return the types of heads as numbers, unless variables that they depend on were not recorded."""
+    """Return the types of heads as numbers, unless variables that they depend on were not
+    recorded.
+    """
     try:
         with warnings.catch_warnings():
             # The page says by which rule heads of an earlier version are typed.

@@ -18,7 +18,8 @@ from tcnn_probe.reporting.seeds import pool_seeds
 
 __all__ = ["Report", "picture_url", "report"]
 
-# Colours that can be told apart, as thin lines on white and on black; grids side by side get too narrow for more.
+# Colours that can be told apart, as thin lines on white and on black; grids side by side get too
+# narrow for more.
 MOST_RUNS = 4
 
 
@@ -39,20 +40,24 @@ def report(
         # Seeds, with bands.
         tcnn_probe.report({"long": ["l0.zarr", "l1.zarr"], "short": ["s0.zarr", "s1.zarr"]})
 
-    The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves and maps of the head
-    that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table of all heads; missing variables, and the
-    definition of each variable. Its numbers are those of the recording, rounded to float32, or means over seeds. Maps
-    have 255 steps from 0 to the largest value of each.
+    The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves
+    and maps of the head that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table
+    of all heads; missing variables, and the definition of each variable. Its numbers are those of
+    the recording, rounded to float32, or means over seeds. Maps have 255 steps from 0 to the
+    largest value of each.
 
     Args:
-        recordings: A path, URL, dataset or tree of a recording; a list of up to four of these, which stand side by
-            side; or a mapping that gives them names. In place of a recording, a list of recordings of the same training
-            with different seeds: its lines are means, and bands reach from the smallest to the largest value.
+        recordings: A path, URL, dataset or tree of a recording; a list of up to four of these,
+            which stand side by side; or a mapping that gives them names. In place of a recording, a
+            list of recordings of the same training with different seeds: its lines are means, and
+            bands reach from the smallest to the largest value.
         path: Path of the HTML file, which is replaced in one step; None to write no file.
-        images: Images to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one for each image whose
-            maps were recorded, in the order of the coordinate "image". Recordings hold no images.
-        max_mb: Largest size of the page, in 10⁶ bytes. Maps of marks between others, then of images, and numbers of
-            marks between others are left out until it fits; the page says which. Bokeh takes 1.4 MB of it.
+        images: Images to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one
+            for each image whose maps were recorded, in the order of the coordinate "image".
+            Recordings hold no images.
+        max_mb: Largest size of the page, in 10⁶ bytes. Maps of marks between others, then of
+            images, and numbers of marks between others are left out until it fits; the page says
+            which. Bokeh takes 1.4 MB of it.
 
     Returns:
         A :class:`Report`, which a notebook shows.
@@ -60,8 +65,9 @@ def report(
     Raises:
         ModuleNotFoundError: Bokeh is not installed.
         TypeError: This is no recording.
-        ValueError: A recording has no marks or layers, there are more than four beside each other, runs were marked
-            along different dimensions, or the number of images is not that of the maps.
+        ValueError: A recording has no marks or layers, there are more than four beside each other,
+            runs were marked along different dimensions, or the number of images is not that of the
+            maps.
         StoreError: There is no recording at the path.
     """
     with needed_for("a report"):
@@ -102,7 +108,9 @@ def _named(runs: Sequence[Run], names: Sequence[Any]) -> list[Run]:
 
 
 def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:
-    """Return the names of recordings; where they are not distinct, with their folders, or with letters."""
+    """Return the names of recordings; where they are not distinct, with their folders, or with
+    letters.
+    """
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -122,12 +130,11 @@ class Report:
     Args:
         html: Text of the file.
         height: Height in a notebook, in pixels.
-        facts: What the page of finished networks says, as plain data for JSON; empty for other pages.
+        facts: What the page of finished networks says, as plain data for JSON; empty for other
+            pages.
     """
 
-    def __init__(
-        self, html: str, height: int = 900, facts: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, html: str, height: int = 900, facts: Mapping[str, Any] | None = None):
         self.html = html
         self.height = height
         self.facts = facts or {}
@@ -148,7 +155,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, so that its styles and the notebook's do not mix."""
-        style = f"width: 100%; height: {self.height}px; border: 1px solid #ccc; box-sizing: border-box"
+        style = (
+            f"width: 100%; height: {self.height}px; border: 1px solid #ccc; box-sizing: border-box"
+        )
         return f'<iframe srcdoc="{escape(self.html)}" style="{style}"></iframe>'
 
 
@@ -168,10 +177,9 @@ def picture_url(image: NDArray[Any]) -> str:
     from PIL import Image
 
     pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)
-    picture = Image.fromarray(
-        (255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze()
-    )
-    # Screens of high resolution show two pixels in each of the tile's 210, as wide as maps are in a report.
+    picture = Image.fromarray((255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze())
+    # Screens of high resolution show two pixels in each of the tile's 210, as wide as maps are in a
+    # report.
     picture.thumbnail((384, 384))
     file = io.BytesIO()
     # A photograph takes a tenth of the bytes that it takes as PNG.

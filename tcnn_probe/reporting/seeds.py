@@ -1,4 +1,6 @@
-"""Recordings of the same training with different seeds as a single run: means, and the range of the seeds."""
+"""Recordings of the same training with different seeds as a single run: means, and the range of the
+seeds.
+"""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +17,9 @@ __all__ = ["pool_seeds"]
 def pool_seeds(name: str, runs: Sequence[Run]) -> Run:
     """Return means over recordings, with their smallest and largest values.
 
-    A head's type is the one that it has in most recordings, the first in the order of ``TYPES`` of equals. A mark,
-    layer or head that a recording lacks does not count. Maps are those of the first recording that has any: a mean of
-    maps would be a map of no model.
+    A head's type is the one that it has in most recordings, the first in the order of ``TYPES`` of
+    equals. A mark, layer or head that a recording lacks does not count. Maps are those of the first
+    recording that has any: a mean of maps would be a map of no model.
     """
     axes = common_axes(runs)
     labels = {axes.along: axes.marks, "layer": list(axes.layers), "head": axes.heads}
@@ -42,18 +44,12 @@ def pool_seeds(name: str, runs: Sequence[Run]) -> Run:
         _joined_attrs(runs),
         sorted({hidden for run in runs for hidden in run.hidden}),
         seeds=tuple(runs),
-        smallest=xr.Dataset(
-            {name: values.min("seed") for name, values in ranged.items()}
-        ),
-        largest=xr.Dataset(
-            {name: values.max("seed") for name, values in ranged.items()}
-        ),
+        smallest=xr.Dataset({name: values.min("seed") for name, values in ranged.items()}),
+        largest=xr.Dataset({name: values.max("seed") for name, values in ranged.items()}),
     )
 
 
-def _stack(
-    datasets: Sequence[xr.Dataset], labels: dict[str, list[Any]]
-) -> dict[str, xr.DataArray]:
+def _stack(datasets: Sequence[xr.Dataset], labels: dict[str, list[Any]]) -> dict[str, xr.DataArray]:
     """Put variables on the same labels, along "seed"; of each, the datasets that have it."""
     stacked = {}
     for name in dict.fromkeys(str(name) for ds in datasets for name in ds.data_vars):
@@ -75,9 +71,7 @@ def _means(stacked: dict[str, xr.DataArray]) -> xr.Dataset:
 
 def _most_frequent_type(codes: xr.DataArray) -> xr.DataArray:
     """Return the code that most seeds have, the smallest of equals; NaN where none has one."""
-    counts = xr.concat(
-        [(codes == code).sum("seed") for code in range(len(TYPES))], "type"
-    )
+    counts = xr.concat([(codes == code).sum("seed") for code in range(len(TYPES))], "type")
     return counts.argmax("type").astype(float).where(counts.max("type") > 0)
 
 
@@ -103,7 +97,9 @@ def _joined_attrs(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _joined_reasons(texts: Sequence[str]) -> str:
-    """Join tables of what is missing and why, by layer or by variable and layer; of two reasons, keep the first."""
+    """Join tables of what is missing and why, by layer or by variable and layer; of two reasons,
+    keep the first.
+    """
     joined: dict[str, Any] = {}
     for text in texts:
         for name, reason in json.loads(text).items():

@@ -16,10 +16,12 @@ _TEMPLATE = Path(__file__).with_name("browser") / "networks.html"
 def table_of_networks(
     facts: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]
 ) -> Report:
-    """Make a page with a row for each network: its heads by type, and how many answer each question.
+    """Make a page with a row for each network: its heads by type, and how many answer each
+    question.
 
     Args:
-        facts: What the page of each network says (:attr:`Report.facts`), by the address of this page.
+        facts: What the page of each network says (:attr:`Report.facts`), by the address of this
+            page.
         failures: Reasons why there is no page, by name of the model.
 
     Returns:
@@ -27,14 +29,10 @@ def table_of_networks(
     """
     rows = [_row(address, page["networks"][0]) for address, page in facts.items()]
     rows += [{"model": name, "failed": reason} for name, reason in failures.items()]
-    titles = list(
-        dict.fromkeys(title for row in rows for title in row if title != "page")
-    )
+    titles = list(dict.fromkeys(title for row in rows for title in row if title != "page"))
     lines = ["".join(_cell(row, title) for title in titles) for row in rows]
     text = {
-        "{titles}": "".join(
-            f'<th scope="col">{escape(title)}</th>' for title in titles
-        ),
+        "{titles}": "".join(f'<th scope="col">{escape(title)}</th>' for title in titles),
         "{rows}": "".join(f"<tr>{line}</tr>\n" for line in lines),
     }
     page = _TEMPLATE.read_text(encoding="utf-8")
@@ -47,9 +45,7 @@ def _row(address: str, network: Mapping[str, Any]) -> dict[str, Any]:
     counts = {entry["type"]: entry["count"] for entry in network["types"]}
     # A question such as "Which heads are local?" becomes the title "are local".
     answers = {
-        answer["question"].removeprefix("Which heads ").rstrip("?"): len(
-            answer["heads"]
-        )
+        answer["question"].removeprefix("Which heads ").rstrip("?"): len(answer["heads"])
         for answer in network["answers"]
         if answer["question"].startswith("Which heads ")
     }

@@ -1,4 +1,6 @@
-"""Numbers of a page: every variable of every run in a block of float32, and a table of their places."""
+"""Numbers of a page: every variable of every run in a block of float32, and a table of their
+places.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,14 +25,13 @@ _LEADING = (
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def pack_variables(
-    axes: Axes, runs: Sequence[Run]
-) -> tuple[list[dict[str, Any]], bytes]:
-    """Describe the variables, types first; and pack their values, (marks, layers, heads), run after run.
+def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]], bytes]:
+    """Describe the variables, types first; and pack their values, (marks, layers, heads), run after
+    run.
 
-    All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses better. ``starts``
-    holds the place where the values of each run begin, None where a run has none; ``lows`` and ``highs`` those of the
-    smallest and largest values over seeds.
+    All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses
+    better. ``starts`` holds the place where the values of each run begin, None where a run has
+    none; ``lows`` and ``highs`` those of the smallest and largest values over seeds.
     """
     table: list[dict[str, Any]] = []
     blocks: list[NDArray[np.float64]] = []
@@ -69,29 +70,29 @@ def pack_variables(
             }
         )
     if not blocks:
-        raise ValueError(
-            f"no variable of {runs[0].name} has a value: there is nothing to show"
-        )
+        raise ValueError(f"no variable of {runs[0].name} has a value: there is nothing to show")
     shuffled = np.concatenate(blocks).astype("<f4").view(np.uint8).reshape(-1, 4).T
     table.sort(key=_place_on_page)
     return table, shuffled.tobytes()
 
 
 def _place_on_page(row: dict[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a variable: types first, then numbers of heads, what they are made of before the rest."""
+    """Return the sort key of a variable: types first, then numbers of heads, what they are made of
+    before the rest.
+    """
     leads = row["name"] in _LEADING
     place = _LEADING.index(row["name"]) if leads else len(_LEADING)
     return ("head", "layer", "model").index(row["of"]), place
 
 
-def _place(
-    axes: Axes, values: xr.Dataset | None, name: str
-) -> NDArray[np.float64] | None:
+def _place(axes: Axes, values: xr.Dataset | None, name: str) -> NDArray[np.float64] | None:
     return None if values is None else axes.place(values.get(name))
 
 
 def _largest_difference(values: Sequence[NDArray[np.float64] | None]) -> float:
-    """Return the largest difference between two runs; 0 if there are not two, or one lacks the variable."""
+    """Return the largest difference between two runs; 0 if there are not two, or one lacks the
+    variable.
+    """
     if len(values) != 2 or values[0] is None or values[1] is None:
         return 0.0
     with np.errstate(invalid="ignore"):  # inf - inf

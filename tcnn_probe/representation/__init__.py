@@ -1,7 +1,9 @@
-"""Measures of features of images, on plain arrays: how well they predict classes, and their geometry.
+"""Measures of features of images, on plain arrays: how well they predict classes, and their
+geometry.
 
-Features have the shape (n, ...) for n images; all dimensions after the first are flattened. Measures that exist for
-single images are returned by image, for :func:`tcnn_probe.evaluation.mean_interval`.
+Features have the shape (n, ...) for n images; all dimensions after the first are flattened.
+Measures that exist for single images are returned by image, for
+:func:`tcnn_probe.evaluation.mean_interval`.
 """
 
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores

@@ -6,14 +6,15 @@ from numpy.typing import ArrayLike
 __all__ = ["feature_matrix", "label_vector"]
 
 
-def feature_matrix(
-    features: ArrayLike, name: str = "features", images: int = 1
-) -> np.ndarray:
-    """Return finite features in float64, shape (n, C); raise ValueError for fewer than ``images`` images."""
+def feature_matrix(features: ArrayLike, name: str = "features", images: int = 1) -> np.ndarray:
+    """Return finite features in float64, shape (n, C); raise ValueError for fewer than ``images``
+    images.
+    """
     matrix = np.asarray(features, dtype=np.float64)
     if matrix.ndim < 2 or len(matrix) < images or not matrix.size:
         raise ValueError(
-            f"expected {name} of {images} images or more, shape (n, ...), got the shape {matrix.shape}"
+            f"expected {name} of {images} images or more, shape (n, ...), got the shape "
+            f"{matrix.shape}"
         )
     if not np.isfinite(matrix).all():
         raise ValueError(
@@ -22,9 +23,7 @@ def feature_matrix(
     return matrix.reshape(len(matrix), -1)
 
 
-def label_vector(
-    labels: ArrayLike, features: np.ndarray, name: str = "labels"
-) -> np.ndarray:
+def label_vector(labels: ArrayLike, features: np.ndarray, name: str = "labels") -> np.ndarray:
     """Return a label for each image, shape (n,); raise ValueError for another number of labels."""
     vector = np.asarray(labels)
     if vector.shape != (len(features),):

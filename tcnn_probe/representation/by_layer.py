@@ -22,9 +22,7 @@ _ABOUT = {
 }
 
 
-def layer_scores(
-    features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 20
-) -> xr.Dataset:
+def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 20) -> xr.Dataset:
     """Score each layer's features at each epoch: kNN accuracy and effective number of dimensions.
 
     ::
@@ -34,14 +32,15 @@ def layer_scores(
         scores.knn_correct.mean("image").plot.line(x="epoch")
 
     Args:
-        features: Features with the dims "image" and "channel" and any others, NaN beyond a layer's own channels. They
-            are loaded into memory.
+        features: Features with the dims "image" and "channel" and any others, NaN beyond a layer's
+            own channels. They are loaded into memory.
         labels: Classes of the images, shape (image,).
         neighbors: Number of neighbours; see :func:`knn_correct`.
 
     Returns:
-        ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others. NaN where the
-        features of an image are missing, or infinite because large numbers overflow in float16.
+        ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the
+        others. NaN where the features of an image are missing, or infinite because large numbers
+        overflow in float16.
     """
     features = load_features(features)
     images = features.sizes["image"]
@@ -51,9 +50,9 @@ def layer_scores(
         if matrix is None:
             return np.full(images, np.nan), np.nan
         # The result is a float, because NaN stands for missing features.
-        return knn_correct(matrix, labels, neighbors=neighbors).astype(
-            float
-        ), participation_ratio(matrix)
+        return knn_correct(matrix, labels, neighbors=neighbors).astype(float), participation_ratio(
+            matrix
+        )
 
     arrays = xr.apply_ufunc(
         scores,
@@ -72,19 +71,19 @@ def layer_scores(
     return ds
 
 
-def layer_cka(
-    features: xr.DataArray, others: xr.DataArray | None = None
-) -> xr.DataArray:
+def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.DataArray:
     """Compare the features of all pairs of layers by debiased linear CKA (:func:`linear_cka`).
 
     Args:
-        features: Features with the dims "layer", "image" and "channel", and any others, such as "epoch".
-        others: Features of the same images, for example from another model; None for the same features. Common dims,
-            such as "epoch", are paired; features without "epoch" are compared with all epochs.
+        features: Features with the dims "layer", "image" and "channel", and any others, such as
+            "epoch".
+        others: Features of the same images, for example from another model; None for the same
+            features. Common dims, such as "epoch", are paired; features without "epoch" are
+            compared with all epochs.
 
     Returns:
-        CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image are missing or
-        infinite.
+        CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image
+        are missing or infinite.
     """
     features = load_features(features)
     others = features if others is None else load_features(others)
@@ -109,7 +108,9 @@ def layer_cka(
 
 
 def own_channels(values: np.ndarray) -> np.ndarray | None:
-    """Drop the channels beyond a layer's own, (image, channel); return None if a number is missing or infinite."""
+    """Drop the channels beyond a layer's own, (image, channel); return None if a number is missing
+    or infinite.
+    """
     # Padding is NaN for all images; a channel that is NaN for some images has missing features.
     matrix = values[:, ~np.isnan(values).all(0)]
     return matrix if matrix.size and np.isfinite(matrix).all() else None
@@ -117,14 +118,8 @@ def own_channels(values: np.ndarray) -> np.ndarray | None:
 
 def load_features(features: xr.DataArray) -> xr.DataArray:
     """Load features into memory; raise ValueError if they lack the dims "image" or "channel"."""
-    if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {
-        *features.dims
-    }:
-        got = (
-            features.dims
-            if isinstance(features, xr.DataArray)
-            else type(features).__name__
-        )
+    if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
+        got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__
         raise ValueError(
             f"expected features, a DataArray with the dims 'image' and 'channel', got {got}"
         )

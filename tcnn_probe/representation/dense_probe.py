@@ -21,10 +21,12 @@ def dense_probe(
     regularization: float = 1.0,
     by_image: bool = False,
 ) -> np.ndarray:
-    """Measure the intersection over union of each class, segmented by a linear classifier; the mean is the mIoU.
+    """Measure the intersection over union of each class, segmented by a linear classifier; the mean
+    is the mIoU.
 
-    The classifier is scikit-learn's logistic regression on features of zero mean and unit variance. A pixel has the
-    features of its cell, so each cell counts once for each class in it, weighted by its number of pixels in the class.
+    The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
+    A pixel has the features of its cell, so each cell counts once for each class in it, weighted by
+    its number of pixels in the class.
 
     ::
 
@@ -34,15 +36,19 @@ def dense_probe(
 
     Args:
         features: Feature maps to classify, shape (n, C, h, w).
-        masks: Class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
-        train_features, train_masks: Feature maps and masks to fit, shapes (m, C, h, w) and (m, H, W).
-        regularization: Weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
-        by_image: Whether to score each image, for :func:`tcnn_probe.evaluation.mean_interval`, instead of all pixels
-            together.
+        masks: Class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of
+            h and w.
+        train_features, train_masks: Feature maps and masks to fit, shapes (m, C, h, w) and (m, H,
+            W).
+        regularization: Weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed
+            over pixels.
+        by_image: Whether to score each image, for :func:`tcnn_probe.evaluation.mean_interval`,
+            instead of all pixels together.
 
     Returns:
-        Intersection over union from 0 to 1, shape (K,), or (n, K) by image, for the classes of both masks in ascending
-        order. Scores by image are NaN where neither the mask nor the classifier has the class.
+        Intersection over union from 0 to 1, shape (K,), or (n, K) by image, for the classes of both
+        masks in ascending order. Scores by image are NaN where neither the mask nor the classifier
+        has the class.
 
     Raises:
         ValueError: Shapes do not fit, features are not finite, or there is a single class.
@@ -60,12 +66,14 @@ def dense_probe(
     counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)
     cell, label_index = counts.nonzero()
     weight = counts[cell, label_index]
-    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with many channels.
+    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with
+    # many channels.
     scaler, classifier = (
         StandardScaler(),
         LogisticRegression(C=1 / regularization, max_iter=5000),
     )
-    # A cell with pixels of several classes is a sample of each of them, weighted by the number of these pixels.
+    # A cell with pixels of several classes is a sample of each of them, weighted by the number of
+    # these pixels.
     weights = {
         "standardscaler__sample_weight": weight,
         "logisticregression__sample_weight": weight,
@@ -76,16 +84,13 @@ def dense_probe(
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
     groups = len(np.asarray(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
-    # With a column for each image and class, jaccard_score is called once instead of once for each image.
+    # With a column for each image and class, jaccard_score is called once instead of once for each
+    # image.
     truth, predicted = (
-        (values.reshape(groups, -1).T[:, :, None] == labels).reshape(
-            -1, groups * len(labels)
-        )
+        (values.reshape(groups, -1).T[:, :, None] == labels).reshape(-1, groups * len(labels))
         for values in (pixels, predictions)
     )
-    iou = jaccard_score(truth, predicted, average=None, zero_division=0).reshape(
-        groups, -1
-    )
+    iou = jaccard_score(truth, predicted, average=None, zero_division=0).reshape(groups, -1)
     if not by_image:
         return np.asarray(iou[0])
     # A score of 0 / 0 is not a failure, and becomes NaN.
@@ -100,7 +105,8 @@ def layer_dense_probe(
     *,
     regularization: float = 1.0,
 ) -> xr.DataArray:
-    """Apply :func:`dense_probe` to each layer; all layers are evaluated on the same pixels, for any grids.
+    """Apply :func:`dense_probe` to each layer; all layers are evaluated on the same pixels, for any
+    grids.
 
     Args:
         features, train_features: Feature maps by the layer's name.
@@ -114,7 +120,8 @@ def layer_dense_probe(
     """
     if not features or features.keys() != train_features.keys():
         raise ValueError(
-            f"expected the same layers to fit and to judge, got {[*train_features]} and {[*features]}"
+            f"expected the same layers to fit and to judge, got {[*train_features]} and "
+            f"{[*features]}"
         )
     rows = [
         dense_probe(
@@ -130,16 +137,16 @@ def layer_dense_probe(
     about = {
         "units": "1",
         "long_name": "intersection over union",
-        "description": "Pixels of the class that a linear classifier of the layer's features finds, divided by those "
-        "that are of the class or are taken for it.",
+        "description": "Pixels of the class that a linear classifier of the layer's features "
+        "finds, divided by those that are of the class or are taken for it.",
     }
     return xr.DataArray(np.stack(rows), coords, ("layer", "class"), "iou", about)
 
 
-def _cells(
-    features: ArrayLike, masks: ArrayLike, prefix: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return features of the cells, (cells, C), and the classes of their pixels, (cells, pixels of a cell)."""
+def _cells(features: ArrayLike, masks: ArrayLike, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return features of the cells, (cells, C), and the classes of their pixels, (cells, pixels of
+    a cell).
+    """
     maps, classes = np.asarray(features, dtype=np.float64), np.asarray(masks)
     if maps.ndim != 4 or classes.shape[:1] != maps.shape[:1] or classes.ndim != 3:
         expected = f"expected {prefix}features (n, C, h, w) and {prefix}masks (n, H, W)"
@@ -147,7 +154,8 @@ def _cells(
     (n, channels, h, w), (height, width) = maps.shape, classes.shape[1:]
     if height % h or width % w:
         raise ValueError(
-            f"expected {prefix}masks whose sides are multiples of {h} and {w}, got {height} and {width}: resize them"
+            f"expected {prefix}masks whose sides are multiples of {h} and {w}, got {height} and "
+            f"{width}: resize them"
         )
     # (n, h, rows of a cell, w, columns of a cell) to (n, h, w, rows, columns of a cell).
     pixels = classes.reshape(n, h, height // h, w, width // w).transpose(0, 1, 3, 2, 4)

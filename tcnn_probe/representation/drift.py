@@ -12,8 +12,8 @@ __all__ = ["gram_distance", "layer_drift"]
 _ABOUT = {
     "gram_distance": (
         "Gram distance",
-        "Root mean square difference of the cosines between patches from those of the reference; its square is the "
-        "Gram loss of DINOv3.",
+        "Root mean square difference of the cosines between patches from those of the reference; "
+        "its square is the Gram loss of DINOv3.",
     ),
     "cka": (
         "linear CKA",
@@ -25,18 +25,21 @@ _CKA_IMAGES = 4
 
 
 def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
-    """Compute how much the cosines between the patches of an image differ between two representations.
+    """Compute how much the cosines between the patches of an image differ between two
+    representations.
 
-    The distance is ``|G(x) - G(y)|_F / N``, where G(x) is the N x N matrix of cosines between the N patches of an
-    image: the root mean square difference of these cosines, from 0 to 2. It does not change if all features are rotated
-    or scaled. Its square is the Gram loss of DINOv3 (arXiv 2508.10104, Section 4.2), as a mean over pairs of patches.
+    The distance is ``|G(x) - G(y)|_F / N``, where G(x) is the N x N matrix of cosines between the N
+    patches of an image: the root mean square difference of these cosines, from 0 to 2. It does not
+    change if all features are rotated or scaled. Its square is the Gram loss of DINOv3 (arXiv
+    2508.10104, Section 4.2), as a mean over pairs of patches.
 
     Args:
-        tokens, others: The same N >= 2 patches in two representations, shapes (..., N, C) and (..., N, C').
+        tokens, others: The same N >= 2 patches in two representations, shapes (..., N, C) and (...,
+            N, C').
 
     Returns:
-        Distances in float64, shape (...,); NaN where features are not finite. A patch of zeros has the cosine 0 with
-        all patches.
+        Distances in float64, shape (...,); NaN where features are not finite. A patch of zeros has
+        the cosine 0 with all patches.
 
     Raises:
         ValueError: There are fewer than two patches, or the numbers of images or patches differ.
@@ -44,10 +47,11 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
     x, y = np.asarray(tokens, np.float64), np.asarray(others, np.float64)
     if x.ndim < 2 or x.shape[-2] < 2 or x.shape[:-1] != y.shape[:-1]:
         raise ValueError(
-            f"expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got {x.shape} and "
-            f"{y.shape}"
+            "expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got "
+            f"{x.shape} and {y.shape}"
         )
-    # Products of channels (C x C) would cost less for many patches, but small distances would be lost by cancellation.
+    # Products of channels (C x C) would cost less for many patches, but small distances would be
+    # lost by cancellation.
     distances = [
         np.sqrt(np.mean((_cosines(x[image]) - _cosines(y[image])) ** 2))
         for image in np.ndindex(x.shape[:-2])
@@ -68,28 +72,32 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
         drift.cka.plot.line(x="epoch")
 
     Args:
-        features: Features with the dims "image", "token" and "channel", and any others, as the probe ``features``
-            records them: the mean over positions, and two patches or more. They should not include a class token.
-        reference: Features of the same images and tokens, of an epoch or of another model. Common dims, such as
-            "layer", are paired; if the dim "epoch" of the reference is renamed, all pairs of epochs are compared.
+        features: Features with the dims "image", "token" and "channel", and any others, as the
+            probe ``features`` records them: the mean over positions, and two patches or more. They
+            should not include a class token.
+        reference: Features of the same images and tokens, of an epoch or of another model. Common
+            dims, such as "layer", are paired; if the dim "epoch" of the reference is renamed, all
+            pairs of epochs are compared.
 
     Returns:
-        ``gram_distance`` with the dim "image" and the others (:func:`gram_distance`), ``cka`` with the others
-        (:func:`linear_cka`, of the mean features). NaN where the features of an image are missing or infinite; the CKA
-        also if there are fewer than four images.
+        ``gram_distance`` with the dim "image" and the others (:func:`gram_distance`), ``cka`` with
+        the others (:func:`linear_cka`, of the mean features). NaN where the features of an image
+        are missing or infinite; the CKA also if there are fewer than four images.
 
     Raises:
-        ValueError: The features lack these dims or tokens, or have other images, tokens or layers than the reference.
+        ValueError: The features lack these dims or tokens, or have other images, tokens or layers
+            than the reference.
     """
     pair = [load_features(features), load_features(reference)]
     for number, array in enumerate(pair):
         tokens = array["token"].values.tolist() if "token" in array.dims else []
         if "mean" not in tokens or len(tokens) < 3:
             raise ValueError(
-                "expected the mean and two patches or more along 'token', as of features(tokens=range(1, 197)), got "
-                f"{tokens}"
+                "expected the mean and two patches or more along 'token', as of "
+                f"features(tokens=range(1, 197)), got {tokens}"
             )
-        # A label that only one side has, such as the selected epoch, is not a label of the distance.
+        # A label that only one side has, such as the selected epoch, is not a label of the
+        # distance.
         pair[number] = array.reset_coords(drop=True)
     x, y = pair[0], pair[1].rename(channel="other_channel")
     patches = [array.drop_sel(token="mean") for array in (x, y)]

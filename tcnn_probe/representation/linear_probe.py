@@ -17,7 +17,8 @@ def linear_probe_correct(
     *,
     regularization: float = 1.0,
 ) -> np.ndarray:
-    """Classify images by a linear classifier that is fitted to other images; the mean of the result is its accuracy.
+    """Classify images by a linear classifier that is fitted to other images; the mean of the result
+    is its accuracy.
 
     The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
 
@@ -41,9 +42,8 @@ def linear_probe_correct(
         feature_matrix(train_features, "train_features"),
         feature_matrix(features),
     )
-    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with many channels.
-    model = make_pipeline(
-        StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000)
-    )
+    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with
+    # many channels.
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000))
     model.fit(train, label_vector(train_labels, train, "train_labels"))
     return np.asarray(model.predict(test) == label_vector(labels, test))

@@ -1,4 +1,5 @@
-"""Nearest neighbours: a classifier without training, and retrieval by category (Grafit; Touvron's thesis, Chapter 2).
+"""Nearest neighbours: a classifier without training, and retrieval by category (Grafit; Touvron's
+thesis, Chapter 2).
 
 Neighbours are searched in a gallery, or, without one, among the other images of the same set.
 """
@@ -23,13 +24,14 @@ def knn_correct(
 ) -> np.ndarray:
     """Classify each image by its nearest neighbours; the mean of the result is the kNN accuracy.
 
-    The k neighbours x_j with the largest cosines vote, each with the weight exp(cos(x, x_j) / sigma) (thesis, Eq. 2.6).
+    The k neighbours x_j with the largest cosines vote, each with the weight exp(cos(x, x_j) /
+    sigma) (thesis, Eq. 2.6).
 
     Args:
         features: Features of the images, shape (n, ...).
         labels: Classes of the images, shape (n,).
-        gallery, gallery_labels: Features and classes of the images to search, shapes (m, ...) and (m,); None for the
-            n - 1 other images.
+        gallery, gallery_labels: Features and classes of the images to search, shapes (m, ...) and
+            (m,); None for the n - 1 other images.
         neighbors: Number k of neighbours, at most m (or n - 1).
         temperature: Temperature sigma; 0.05 in the thesis.
 
@@ -37,8 +39,8 @@ def knn_correct(
         Right answers, bool, shape (n,).
 
     Raises:
-        ValueError: Shapes do not fit, features are not finite, there are more neighbours than images, or the
-            temperature is not above 0.
+        ValueError: Shapes do not fit, features are not finite, there are more neighbours than
+            images, or the temperature is not above 0.
     """
     with needed_for("a search for neighbours"):
         from sklearn.neighbors import KNeighborsClassifier
@@ -55,15 +57,15 @@ def knn_correct(
         )
 
     def weights(distance: np.ndarray) -> np.ndarray:
-        # The distance is 1 - cos. A constant factor has no effect; this factor keeps the nearest weight from underflow.
+        # The distance is 1 - cos. A constant factor has no effect; this factor keeps the nearest
+        # weight from underflow.
         return np.exp((distance.min(1, keepdims=True) - distance) / temperature)
 
     # scikit-learn's trees do not support cosine distances.
-    model = KNeighborsClassifier(
-        neighbors, weights=weights, metric="cosine", algorithm="brute"
-    )
+    model = KNeighborsClassifier(neighbors, weights=weights, metric="cosine", algorithm="brute")
     model.fit(searched, searched_labels)
-    # With None the fitted images are searched, each without itself; as queries, images would find themselves first.
+    # With None the fitted images are searched, each without itself; as queries, images would find
+    # themselves first.
     return np.asarray(model.predict(None if gallery is None else queries) == labels)
 
 
@@ -76,17 +78,19 @@ def average_precision(
     coarse_probabilities: ArrayLike | None = None,
     gallery_coarse: ArrayLike | None = None,
 ) -> np.ndarray:
-    """Compute the average precision of ranking a gallery by similarity to each image; the mean is the mAP.
+    """Compute the average precision of ranking a gallery by similarity to each image; the mean is
+    the mAP.
 
-    The score is the cosine, or, with coarse labels, cos(x', x) + log(p / (1 - p)), where p is the probability that the
-    query x' has the coarse label of the gallery's image x (thesis, Eq. 2.5). Probabilities of 0 and 1, such as those of
-    the thesis' oracle, are changed by the machine epsilon, so that images of that label come first, ranked by cosine.
+    The score is the cosine, or, with coarse labels, cos(x', x) + log(p / (1 - p)), where p is the
+    probability that the query x' has the coarse label of the gallery's image x (thesis, Eq. 2.5).
+    Probabilities of 0 and 1, such as those of the thesis' oracle, are changed by the machine
+    epsilon, so that images of that label come first, ranked by cosine.
 
     Args:
         features: Features of the queries, shape (n, ...).
         labels: Classes of the queries, shape (n,).
-        gallery, gallery_labels: Features and classes of the images to rank, shapes (m, ...) and (m,); None for the
-            n - 1 other images.
+        gallery, gallery_labels: Features and classes of the images to rank, shapes (m, ...) and
+            (m,); None for the n - 1 other images.
         coarse_probabilities: Probability of each coarse label for each query, shape (n, K).
         gallery_coarse: Coarse labels of the images to rank, from 0 to K - 1, shape (m,).
 
@@ -94,8 +98,8 @@ def average_precision(
         Average precisions, shape (n,); NaN for a query whose class the gallery lacks.
 
     Raises:
-        ValueError: Shapes do not fit, features are not finite, one of the two coarse arguments is missing, or a coarse
-            label has no probability.
+        ValueError: Shapes do not fit, features are not finite, one of the two coarse arguments is
+            missing, or a coarse label has no probability.
     """
     with needed_for("a search for neighbours"):
         from sklearn.metrics.pairwise import cosine_similarity
@@ -126,12 +130,15 @@ def average_precision(
 
 
 def _precision(scores: np.ndarray, relevant: np.ndarray) -> float:
-    """Return the mean over the relevant images of the precision at their rank; equal scores share a rank.
+    """Return the mean over the relevant images of the precision at their rank; equal scores share a
+    rank.
 
-    This is scikit-learn's average_precision_score, whose input checks take most of its time for a single query.
+    This is scikit-learn's average_precision_score, whose input checks take most of its time for a
+    single query.
     """
     order = np.argsort(-scores)
-    # Index of the last image of each score: images with equal scores are counted together, in any order.
+    # Index of the last image of each score: images with equal scores are counted together, in any
+    # order.
     last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
     hits = np.cumsum(relevant[order])[last]
     precisions = hits / (last + 1)
@@ -145,9 +152,7 @@ def _with_gallery(
     gallery_labels: ArrayLike | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     if (gallery is None) != (gallery_labels is None):
-        raise ValueError(
-            "expected gallery and gallery_labels together, got one of them"
-        )
+        raise ValueError("expected gallery and gallery_labels together, got one of them")
     queries = feature_matrix(features, images=2 if gallery is None else 1)
     query_labels = label_vector(labels, queries)
     if gallery is None or gallery_labels is None:
@@ -174,6 +179,7 @@ def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}"
         )
-    # Log odds are at most 36, which is large compared with cosines; infinite log odds would hide the cosines.
+    # Log odds are at most 36, which is large compared with cosines; infinite log odds would hide
+    # the cosines.
     eps = np.finfo(p.dtype).eps
     return np.asarray(logit(p.clip(eps, 1 - eps)))

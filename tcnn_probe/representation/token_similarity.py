@@ -10,16 +10,17 @@ __all__ = ["token_cosine"]
 def token_cosine(tokens: Any) -> Any:
     """Average the cosine over pairs of different tokens of an image.
 
-    Touvron's thesis reports this cosine for the class and the distillation token in the layers of DeiT (Section 3.3:
-    0.06 in the first, 0.93 in the last). For all tokens it shows whether they become similar with depth.
+    Touvron's thesis reports this cosine for the class and the distillation token in the layers of
+    DeiT (Section 3.3: 0.06 in the first, 0.93 in the last). For all tokens it shows whether they
+    become similar with depth.
 
     Args:
-        tokens: N >= 2 tokens of C channels, shape (..., N, C): an array, which is converted to float64, or a tensor,
-            which is converted to float32 at least.
+        tokens: N >= 2 tokens of C channels, shape (..., N, C): an array, which is converted to
+            float64, or a tensor, which is converted to float32 at least.
 
     Returns:
-        Mean cosines, shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the cosine 0 with all
-        others.
+        Mean cosines, shape (...,), from -1/(N - 1) to 1. A token of zeros, as after a ReLU, has the
+        cosine 0 with all others.
 
     Raises:
         ValueError: There are fewer than two tokens.

@@ -1,12 +1,13 @@
-"""Storage of recordings in zarr, to which marks are added atomically; the only package that uses zarr.
+"""Storage of recordings in zarr, to which marks are added atomically; the only package that uses
+zarr.
 
-A mark first extends every array, whose chunks are written to temporary files, flushed to the disk and renamed. Then
-the root ``zarr.json``, which states the length of every array of every group, is replaced. This replacement is the
-commit: before it no reader sees the mark, after it every reader sees all of it. After a kill or a loss of power, each
-mark whose ``append`` returned is still there.
+A mark first extends every array, whose chunks are written to temporary files, flushed to the disk
+and renamed. Then the root ``zarr.json``, which states the length of every array of every group, is
+replaced. This replacement is the commit: before it no reader sees the mark, after it every reader
+sees all of it. After a kill or a loss of power, each mark whose ``append`` returned is still there.
 
-One recorder writes at a time. A directory has a lock for this; in all places the root is compared, before each mark,
-with the one that this recorder wrote last.
+One recorder writes at a time. A directory has a lock for this; in all places the root is compared,
+before each mark, with the one that this recorder wrote last.
 """
 
 from tcnn_probe.schema import StoreError

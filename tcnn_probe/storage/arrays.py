@@ -1,10 +1,10 @@
 """Arrays of a recording: how they are cut into chunks, created, and extended by a mark.
 
-A chunk holds as many marks as fit into 256 kB, up to 64; the last one is rewritten with each mark. Maps, which are
-larger, have a chunk for each mark, with all layers and heads, so that both one epoch and one head over all epochs are
-read in few pieces. Every chunk ends with its crc32c; maps are compressed. Labels, such as names of layers, are text of
-fixed width, which xarray returns as NumPy's text. (zarr's text of variable width is returned as a type that matplotlib
-refuses.)
+A chunk holds as many marks as fit into 256 kB, up to 64; the last one is rewritten with each mark.
+Maps, which are larger, have a chunk for each mark, with all layers and heads, so that both one
+epoch and one head over all epochs are read in few pieces. Every chunk ends with its crc32c; maps
+are compressed. Labels, such as names of layers, are text of fixed width, which xarray returns as
+NumPy's text. (zarr's text of variable width is returned as a type that matplotlib refuses.)
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,9 @@ _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 
 
 def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the chunks of an array whose marks have rows of this shape: (marks, *row), or less of a large row."""
+    """Return the chunks of an array whose marks have rows of this shape: (marks, *row), or less of
+    a large row.
+    """
     # A chunk has at least the size 1, even along a dimension of size 0.
     sizes = [max(size, 1) for size in row]
     for axis, size in enumerate(sizes):
@@ -54,7 +56,9 @@ def require_variable(
     *,
     maps: bool = False,
 ) -> zarr.Array[Any]:
-    """Return the stored array over the marks; if there is none, create it with fill values for the marks so far."""
+    """Return the stored array over the marks; if there is none, create it with fill values for the
+    marks so far.
+    """
     if stored is not None:
         return stored
     dtype = np.dtype(variable.dtype)
@@ -77,7 +81,9 @@ def require_variable(
 def require_labels(
     group: zarr.Group, name: str, labels: Sequence[Any], stored: Any, *, changed: bool
 ) -> None:
-    """Create the labels along a dimension; those that are stored are written again if they have changed."""
+    """Create the labels along a dimension; those that are stored are written again if they have
+    changed.
+    """
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
     if stored is None:
@@ -104,10 +110,11 @@ def require_labels(
 
 
 def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
-    """Extend arrays to this number of marks, and write the last row of each; None stands for fill values.
+    """Extend arrays to this number of marks, and write the last row of each; None stands for fill
+    values.
 
-    They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have ended, so that none
-    is written later.
+    They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have
+    ended, so that none is written later.
     """
 
     def write(array: zarr.Array[Any], row: Any) -> None:
@@ -126,8 +133,9 @@ def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None
 def _widen(array: zarr.Array[Any], row: Sequence[int]) -> None:
     """Give an array larger rows, with fill values for the marks that are there already.
 
-    Chunks keep their size, so that what is stored does not change before the root is replaced: layers and heads that
-    are added lie in further chunks, or outside of the array in those at its edge.
+    Chunks keep their size, so that what is stored does not change before the root is replaced:
+    layers and heads that are added lie in further chunks, or outside of the array in those at its
+    edge.
     """
     marks, *sizes = array.shape
     fill: Any = array.metadata.fill_value

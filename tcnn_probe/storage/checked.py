@@ -16,26 +16,28 @@ __all__ = ["CheckedStore"]
 
 
 class CheckedStore(WrapperStore[Store]):
-    """Store in which a chunk that is missing raises StoreError, and the root is replaced by ``commit``.
+    """Store in which a chunk that is missing raises StoreError, and the root is replaced by
+    ``commit``.
 
     zarr itself checks the checksums of chunks, but takes a missing chunk for fill values. In a
-    directory, StoreError is also raised once the recording was replaced by another one, instead of mixing the two.
+    directory, StoreError is also raised once the recording was replaced by another one, instead of
+    mixing the two.
 
     Args:
         store: Store of the recording.
         documents: Metadata of all arrays as committed, by path.
-        identity: Text that only the root of this recording has; "" while it is written, under its lock.
+        identity: Text that only the root of this recording has; "" while it is written, under its
+            lock.
     """
 
-    def __init__(
-        self, store: Store, documents: Mapping[str, Any], identity: str = ""
-    ) -> None:
+    def __init__(self, store: Store, documents: Mapping[str, Any], identity: str = "") -> None:
         super().__init__(store)
         self._documents = documents
         self._identity = identity
         self._root: Buffer | None = None  # not committed yet
         self._compared: tuple[int, ...] | None = None
-        # Recordings have no such attribute. xarray adds it to copies, in which it leaves out chunks of fill values.
+        # Recordings have no such attribute. xarray adds it to copies, in which it leaves out chunks
+        # of fill values.
         self._is_copy = any(
             "_FillValue" in about.get("attributes", {}) for about in documents.values()
         )
@@ -65,7 +67,8 @@ class CheckedStore(WrapperStore[Store]):
             raise StoreError(f"{key!r} in {self} is damaged: {error}") from error
         path, _, cell = key.rpartition("/c/")
         if path in self._documents and self._is_committed(path, cell):
-            # This comes after the read, so that a recording that was replaced in between is noticed.
+            # This comes after the read, so that a recording that was replaced in between is
+            # noticed.
             await self._check_identity()
             if (buffer is None or not len(buffer)) and not self._is_copy:
                 raise StoreError(f"the chunk {key!r} in {self} is empty or not there")

@@ -1,4 +1,6 @@
-"""Recordings in directories: durable writes, a lock for one writer, and creation and replacement by renaming."""
+"""Recordings in directories: durable writes, a lock for one writer, and creation and replacement by
+renaming.
+"""
 
 import asyncio
 import os
@@ -31,8 +33,8 @@ LOCK = ".tcnn_probe.lock"
 class DurableStore(LocalStore):
     """Directory store whose ``set`` returns only when the object is on the disk under its name.
 
-    zarr's own store leaves this to the operating system, which may take half a minute. The directory itself is never
-    created here, so that a mark fails if it was deleted or moved.
+    zarr's own store leaves this to the operating system, which may take half a minute. The
+    directory itself is never created here, so that a mark fails if it was deleted or moved.
     """
 
     def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
@@ -40,7 +42,9 @@ class DurableStore(LocalStore):
         self._is_open = True  # opening would create the directory
 
     async def set(self, key: str, value: Buffer, *args: Any) -> None:
-        """Write an object to a temporary file, rename it, and wait until it and its new folders are on the disk."""
+        """Write an object to a temporary file, rename it, and wait until it and its new folders are
+        on the disk.
+        """
         self._check_writable()
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
 
@@ -73,7 +77,8 @@ def write_file(path: Path, data: bytes) -> None:
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
-            # Without fsync before the renaming, a loss of power could leave a renamed file without its bytes.
+            # Without fsync before the renaming, a loss of power could leave a renamed file without
+            # its bytes.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
@@ -91,7 +96,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(directory: Path, name: str) -> FileLock:
-    """Take the lock of a directory for one writer; the system releases it when the process ends, in whatever way.
+    """Take the lock of a directory for one writer; the system releases it when the process ends, in
+    whatever way.
 
     StoreError if another recorder holds it. Forked processes do not inherit it.
     """
@@ -99,13 +105,9 @@ def lock(directory: Path, name: str) -> FileLock:
     try:
         held.acquire()
     except Timeout:
-        raise StoreError(
-            f"{name} is being written by another recorder: one at a time"
-        ) from None
+        raise StoreError(f"{name} is being written by another recorder: one at a time") from None
     except FileNotFoundError as error:
-        raise StoreError(
-            f"{name} was deleted or moved while it was recorded"
-        ) from error
+        raise StoreError(f"{name} was deleted or moved while it was recorded") from error
     return held
 
 
@@ -115,15 +117,17 @@ def new_directory(
 ) -> Iterator[tuple[DurableStore, FileLock]]:
     """Create a directory under a temporary name and rename it at the end, with its lock still held.
 
-    After an exception everything is as before. A kill leaves a folder beside the directory, which the next attempt
-    deletes; if it comes between the two renamings of a replacement, :func:`restore` renames the old directory back.
+    After an exception everything is as before. A kill leaves a folder beside the directory, which
+    the next attempt deletes; if it comes between the two renamings of a replacement,
+    :func:`restore` renames the old directory back.
 
     Args:
         directory: Final path of the directory.
         replace: Whether to replace the existing directory of this path.
 
     Raises:
-        StoreError: Another recorder has created the directory meanwhile, or writes to the one to be replaced.
+        StoreError: Another recorder has created the directory meanwhile, or writes to the one to be
+            replaced.
     """
     missing = [folder for folder in directory.parents if not folder.exists()]
     filled = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")

@@ -1,4 +1,6 @@
-"""The store of one recording, which is created or continued, extended mark by mark, read and closed."""
+"""The store of one recording, which is created or continued, extended mark by mark, read and
+closed.
+"""
 
 import json
 import uuid
@@ -36,28 +38,30 @@ PARTIAL_ROOT = f".{ROOT}.partial"
 class EpochStore:
     """Store of one recording, for one writer at a time.
 
-    Creating the object only reads the place, and restores a directory that a killed run has renamed; nothing else
-    changes before :meth:`hold` or :meth:`append`. The mode "a" continues an existing recording, "w" replaces it with
-    the first mark, and "x" raises an error. StoreError if the path cannot be written, if the place holds something
-    else, or if its recording cannot be continued because it has another schema version or coordinate, or is damaged.
+    Creating the object only reads the place, and restores a directory that a killed run has
+    renamed; nothing else changes before :meth:`hold` or :meth:`append`. The mode "a" continues an
+    existing recording, "w" replaces it with the first mark, and "x" raises an error. StoreError if
+    the path cannot be written, if the place holds something else, or if its recording cannot be
+    continued because it has another schema version or coordinate, or is damaged.
     """
 
-    def __init__(
-        self, target: Target, *, along: str = "epoch", mode: Mode = "a"
-    ) -> None:
+    def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
         self._place = find(target)
         self._along = along
         directory = self._place.directory
         if directory is not None:
-            # This comes first: a run that was killed may have left the recording under a temporary name.
+            # This comes first: a run that was killed may have left the recording under a temporary
+            # name.
             restore(directory)
         self._replaces = False
         if mode in ("w", "x") and Root.is_at(self._place):
             if mode == "x":
                 raise StoreError(
-                    f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
+                    f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces "
+                    "it"
                 )
-            # The check is made here and again at the first mark, which comes only after an epoch of training.
+            # The check is made here and again at the first mark, which comes only after an epoch of
+            # training.
             _check_replaceable(self._place)
             self._replaces = True
         self._root = None if self._replaces else Root.read(self._place)
@@ -95,9 +99,9 @@ class EpochStore:
     def hold(self) -> None:
         """Take the lock of an existing recording; for a new recording, :meth:`append` takes it.
 
-        The lock of a recording that will be replaced is not kept: this only checks that no other recorder holds it.
-        StoreError if another recorder holds the lock, or if the recording has changed since this store read or wrote
-        it.
+        The lock of a recording that will be replaced is not kept: this only checks that no other
+        recorder holds it. StoreError if another recorder holds the lock, or if the recording has
+        changed since this store read or wrote it.
         """
         directory = self._place.directory
         if self._root is None:
@@ -108,7 +112,8 @@ class EpochStore:
         if directory is not None and not (self._lock and self._lock.is_locked):
             self._lock = lock(directory, self._place.name)
             try:
-                # This is checked again, because the former holder of the lock may have added a mark.
+                # This is checked again, because the former holder of the lock may have added a
+                # mark.
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
@@ -127,23 +132,23 @@ class EpochStore:
         """Commit one mark, which is durable when this returns.
 
         Args:
-            mark: Number greater than all previous marks. If the first mark is an integer, all are stored as integers.
-            groups: Groups by their paths: "" for the root, or a name such as "layer_scale" or "maps/6x14x14". Those of
-                earlier marks come first, with their layers and variables in the same order; others may follow, and
-                have NaN at earlier marks.
+            mark: Number greater than all previous marks. If the first mark is an integer, all are
+                stored as integers.
+            groups: Groups by their paths: "" for the root, or a name such as "layer_scale" or
+                "maps/6x14x14". Those of earlier marks come first, with their layers and variables
+                in the same order; others may follow, and have NaN at earlier marks.
             values: Arrays by group and variable, with the shapes that :meth:`Group.shape` returns.
             scalars: Further variables of the root, NaN for marks without them.
             attrs: Attributes of the root, in plain JSON; they replace attributes of the same names.
 
-        StoreError if the mark is not greater than the last one, or not an integer where integers are stored; if another
-        recorder writes to the store; or if the store was deleted, damaged or closed. ValueError for values of another
-        shape, and for a name that is used twice. After these errors, and after errors of the store itself, earlier
-        marks are unchanged, and the same mark can be tried again.
+        StoreError if the mark is not greater than the last one, or not an integer where integers
+        are stored; if another recorder writes to the store; or if the store was deleted, damaged or
+        closed. ValueError for values of another shape, and for a name that is used twice. After
+        these errors, and after errors of the store itself, earlier marks are unchanged, and the
+        same mark can be tried again.
         """
         if self._closed:
-            raise StoreError(
-                f"{self._place.name} was closed: open it again to continue it"
-            )
+            raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         self.check_order(mark)
         mark = self._as_stored(mark)
         self.hold()
@@ -168,7 +173,9 @@ class EpochStore:
 
     @contextmanager
     def _place_to_write(self) -> Iterator[CheckedStore]:
-        """Give the store to write a mark to: for the first one, an empty one that takes the recording's place."""
+        """Give the store to write a mark to: for the first one, an empty one that takes the
+        recording's place.
+        """
         if self._root is not None:
             yield self._root.checked(self._place, writes=True)
             return
@@ -211,11 +218,15 @@ class EpochStore:
         return open_dataset(self._existing().checked(self._place))
 
     def tree(self) -> xr.DataTree:
-        """Open all groups, as :func:`open_recording` does, with the committed marks; values are read lazily."""
+        """Open all groups, as :func:`open_recording` does, with the committed marks; values are
+        read lazily.
+        """
         return open_tree(self._existing().checked(self._place))
 
     def _fixed(self) -> dict[str, Any]:
-        """Return the attributes of the root that every recording has; none for one that has its own."""
+        """Return the attributes of the root that every recording has; none for one that has its
+        own.
+        """
         if self._root is not None:
             return {}
         return {
@@ -226,9 +237,7 @@ class EpochStore:
 
     def _existing(self) -> Root:
         if self._root is None:
-            raise StoreError(
-                f"{self._place.name} holds nothing yet: append() comes first"
-            )
+            raise StoreError(f"{self._place.name} holds nothing yet: append() comes first")
         return self._root
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
@@ -241,7 +250,8 @@ class EpochStore:
             labels = root.documents.get(join(path, "layer"))
             if labels and labels["shape"] != [len(group.layers)]:
                 raise StoreError(
-                    f"{self._place.name} is a selection of the layers of a recording, which cannot be continued"
+                    f"{self._place.name} is a selection of the layers of a recording, which cannot "
+                    "be continued"
                 )
         dataset = open_dataset(root.checked(self._place))
         return tuple(dataset[root.along].values.tolist())
@@ -249,30 +259,31 @@ class EpochStore:
     def _check_unchanged(self) -> None:
         """Raise StoreError if the root has changed since this store read or wrote it.
 
-        The exception is a root of our own whose write was reported as failed: its mark will be written again.
+        The exception is a root of our own whose write was reported as failed: its mark will be
+        written again.
         """
         text, root = self._place.root(), self._existing()
         if text is None:
-            raise StoreError(
-                f"{self._place.name} was deleted or moved while it was recorded"
-            )
+            raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
         if text not in (root.text, self._attempted):
             length = Root.parse(text, self._place).length
             raise StoreError(
-                f"another recorder writes to {self._place.name}: {root.length} marks were left in it, "
-                f"{length} are there"
+                f"another recorder writes to {self._place.name}: {root.length} marks were left in "
+                f"it, {length} are there"
             )
 
     def check_order(self, mark: Mark) -> None:
         """Raise StoreError if a mark is there already, or does not come after the others."""
         if mark in self._marks:
             raise StoreError(
-                f"{self._along} {mark} is already marked: record(..., mode='w') replaces the recording that is there; "
-                f"to continue it, leave out what is in recorder.epochs, or mark(..., if_marked='skip')"
+                f"{self._along} {mark} is already marked: record(..., mode='w') replaces the "
+                "recording that is there; to continue it, leave out what is in recorder.epochs, or "
+                "mark(..., if_marked='skip')"
             )
         if self._marks and not mark > self._marks[-1]:
             raise StoreError(
-                f"expected {self._along} to be later than the last one marked, {self._marks[-1]}, got {mark!r}"
+                f"expected {self._along} to be later than the last one marked, {self._marks[-1]}, "
+                f"got {mark!r}"
             )
 
     def _as_stored(self, mark: Mark) -> Mark:
@@ -316,7 +327,8 @@ class EpochStore:
             is_path = not name or name.startswith(".") or "/" in name
             if is_path or name in taken:
                 raise ValueError(
-                    f"{name!r} is the name of something else in the recording, or a path: give the scalar another one"
+                    f"{name!r} is the name of something else in the recording, or a path: give the "
+                    "scalar another one"
                 )
             rows[name] = float(scalar)
         return rows
@@ -336,7 +348,9 @@ def _check_names(groups: Mapping[str, Group], along: str) -> None:
 
 
 def _check_replaceable(place: Place) -> None:
-    """Raise StoreError if a place holds something that no recording has written, as replacing would delete it."""
+    """Raise StoreError if a place holds something that no recording has written, as replacing would
+    delete it.
+    """
     try:
         known = Root.parse(place.root() or b"", place).names
     except StoreError:  # a damaged root names nothing

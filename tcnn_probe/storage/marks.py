@@ -32,14 +32,16 @@ def write_mark(
         root: Committed root; None for the first mark.
         along: Name of the marks' coordinate.
         marks: All marks, with the new one.
-        groups: Groups of the recording; those that are new, or have new layers, are created or extended.
+        groups: Groups of the recording; those that are new, or have new layers, are created or
+            extended.
         rows: Values of the mark by path; scalars of earlier marks that have none get NaN.
         attrs: Attributes of the root to replace.
     """
     before = len(marks) - 1
     committed = {} if root is None else root.groups
-    # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text of fixed width and
-    # of consolidated metadata, which its specification does not include yet, and of the lock.
+    # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text
+    # of fixed width and of consolidated metadata, which its specification does not include yet, and
+    # of the lock.
     writes_all = zarr.config.set({"array.write_empty_chunks": True})
     with writes_all, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,9 +79,7 @@ def write_mark(
     return store.text
 
 
-def _require_group(
-    top: zarr.Group, path: str, attributes: Mapping[str, Any]
-) -> zarr.Group:
+def _require_group(top: zarr.Group, path: str, attributes: Mapping[str, Any]) -> zarr.Group:
     """Return a group with these attributes, which is created with the groups around it."""
     node, parts = top, path.split("/") if path else []
     for part in parts:
@@ -105,7 +105,8 @@ def _coordinate(
 
 
 def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, Any]:
-    """Delete arrays and groups that a killed mark has created, and layers that it has added to others.
+    """Delete arrays and groups that a killed mark has created, and layers that it has added to
+    others.
 
     Return the arrays and groups that are there, by path.
     """

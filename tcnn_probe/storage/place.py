@@ -13,7 +13,8 @@ from zipfile import BadZipFile
 from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
 
-# zarr's own event loop is used, because the connections of a remote store belong to the loop in which zarr reads.
+# zarr's own event loop is used, because the connections of a remote store belong to the loop in
+# which zarr reads.
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
@@ -31,7 +32,9 @@ UNFINISHED = ".tcnn_probe.init"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in zarr's thread. After Ctrl-C, wait until it has ended, so that nothing is written later."""
+    """Run a coroutine in zarr's thread. After Ctrl-C, wait until it has ended, so that nothing is
+    written later.
+    """
     ended = threading.Event()
 
     async def watched() -> T:
@@ -67,7 +70,9 @@ class Place:
     writable: bool = True
 
     def root(self) -> bytes | None:
-        """Read the root ``zarr.json``; None if the place is empty or unfinished, StoreError if it has other files."""
+        """Read the root ``zarr.json``; None if the place is empty or unfinished, StoreError if it
+        has other files.
+        """
         if self.directory is not None and not self.directory.is_dir():
             if self.directory.exists():
                 raise self.something_else("a file")
@@ -95,7 +100,9 @@ class Place:
         )
 
     def check_writable(self) -> None:
-        """Raise StoreError if a directory evidently cannot be written or created; nothing is written for this check."""
+        """Raise StoreError if a directory evidently cannot be written or created; nothing is
+        written for this check.
+        """
         if self.directory is None:
             return
         folders = (self.directory, *self.directory.parents)
@@ -111,9 +118,11 @@ class Place:
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
-    """Return the place of a target: memory for None, a URL for a string with "://", a path for other strings.
+    """Return the place of a target: memory for None, a URL for a string with "://", a path for
+    other strings.
 
-    StoreError for an empty path, for a URL or store that cannot be opened, and for a store that cannot be written.
+    StoreError for an empty path, for a URL or store that cannot be opened, and for a store that
+    cannot be written.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
@@ -128,9 +137,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
         if writable and (
             target.read_only or not (target.supports_writes and target.supports_listing)
         ):
-            raise StoreError(
-                f"expected a store that can be written and listed, got {target}"
-            )
+            raise StoreError(f"expected a store that can be written and listed, got {target}")
         return Place(target, None, str(target), writable)
     text = os.fspath(target)
     if text.startswith("file://"):
@@ -139,7 +146,8 @@ def find(target: Target, *, writable: bool = True) -> Place:
         return Place(_at_url(text), None, text, writable)
     if not text:
         raise StoreError(
-            "expected the path of a directory, got an empty path; None keeps the recording in memory"
+            "expected the path of a directory, got an empty path; None keeps the recording in "
+            "memory"
         )
     # The path is made absolute, because the working directory may change while recording.
     directory = Path(text).expanduser().resolve()
@@ -151,6 +159,7 @@ def _at_url(url: str) -> Store:
         return FsspecStore.from_url(url)
     except (ImportError, ValueError) as error:
         raise StoreError(
-            f"{url} cannot be opened ({error}): URLs need the package fsspec and, for most protocols, one more, such "
-            f"as s3fs for s3:// or gcsfs for gs://; a zarr store object can be given instead"
+            f"{url} cannot be opened ({error}): URLs need the package fsspec and, for most "
+            "protocols, one more, such as s3fs for s3:// or gcsfs for gs://; a zarr store object "
+            "can be given instead"
         ) from error

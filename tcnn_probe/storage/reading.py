@@ -37,15 +37,14 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
 
 def open_dataset(store: Store) -> xr.Dataset:
     """Open the root group: numbers of heads, and scalars."""
-    # The default of chunks would use dask if it is installed; users who want dask call `tree.chunk()`.
+    # The default of chunks would use dask if it is installed; users who want dask call
+    # `tree.chunk()`.
     return xr.open_zarr(store, chunks=None, consolidated=True)
 
 
 def open_tree(store: Store) -> xr.DataTree:
     """Open all groups with a single read of the root, so that all have the same marks."""
-    groups = xr.open_groups(
-        cast("Any", store), engine="zarr", chunks=None, consolidated=True
-    )
+    groups = xr.open_groups(cast("Any", store), engine="zarr", chunks=None, consolidated=True)
     for group in groups.values():
         for values in group.variables.values():
             # netCDF has no float16, so copies of maps are in float32.
@@ -53,10 +52,9 @@ def open_tree(store: Store) -> xr.DataTree:
                 values.encoding["dtype"] = "float32"
     root = groups.pop("/")
     along = root.attrs["along"]
-    # In a tree, children must be aligned with their parents, so variables with layers cannot stay at the root.
-    of_model = [
-        name for name, values in root.variables.items() if values.dims == (along,)
-    ]
+    # In a tree, children must be aligned with their parents, so variables with layers cannot stay
+    # at the root.
+    of_model = [name for name, values in root.variables.items() if values.dims == (along,)]
     top = root.drop_vars(root.variables.keys() - set(of_model))
     top.attrs = {key: value for key, value in root.attrs.items() if key != "layers"}
     groups["/"] = top
@@ -68,11 +66,11 @@ def open_tree(store: Store) -> xr.DataTree:
 
 
 def numbers(tree: xr.DataTree) -> xr.Dataset:
-    """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` returns them."""
+    """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` returns
+    them.
+    """
     heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
-    return heads.assign(tree.to_dataset().data_vars).assign_attrs(
-        tree.attrs | heads.attrs
-    )
+    return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)
 
 
 def load_example(name: str = "tcnn") -> xr.DataTree:
@@ -83,14 +81,16 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
         heads = tcnn_probe.load_example("vit")["heads"].dataset
         print(tcnn_probe.head_types(heads).isel(epoch=-1).to_pandas())
 
-    "tcnn" is of a Transformed CNN: EfficientNet-Lite0 with ImageNet's weights was reparameterized and fine-tuned on
-    1,200 photographs of Imagenette, at 128 x 128 pixels. Numbers of heads are from 400 other photographs, and from the
-    one whose maps are kept, scikit-learn's ``china.jpg``. ``docs/scripts/example.py`` made it.
+    "tcnn" is of a Transformed CNN: EfficientNet-Lite0 with ImageNet's weights was reparameterized
+    and fine-tuned on 1,200 photographs of Imagenette, at 128 x 128 pixels. Numbers of heads are
+    from 400 other photographs, and from the one whose maps are kept, scikit-learn's ``china.jpg``.
+    ``docs/scripts/example.py`` made it.
 
-    "vit" is of a small vision transformer with a class token, which learned scikit-learn's handwritten digits, 8 x 8
-    pixels in 4 x 4 patches, from random weights to an accuracy of 0.96. In the end half of its heads are content heads.
-    Numbers of heads are from 360 digits that it was not trained on, and maps from three of these,
-    ``load_digits().images[tree.attrs["digits"]]``. ``docs/scripts/example_vit.py`` made it.
+    "vit" is of a small vision transformer with a class token, which learned scikit-learn's
+    handwritten digits, 8 x 8 pixels in 4 x 4 patches, from random weights to an accuracy of 0.96.
+    In the end half of its heads are content heads. Numbers of heads are from 360 digits that it was
+    not trained on, and maps from three of these, ``load_digits().images[tree.attrs["digits"]]``.
+    ``docs/scripts/example_vit.py`` made it.
 
     The attributes of the tree give the options of the training.
 
@@ -110,7 +110,9 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
 
 
 def _existing(place: Place) -> Root:
-    """Return the root of a recording to be read; StoreError if the place is empty or holds something else."""
+    """Return the root of a recording to be read; StoreError if the place is empty or holds
+    something else.
+    """
     root = Root.read(place)
     if root is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there")

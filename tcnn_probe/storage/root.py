@@ -1,4 +1,6 @@
-"""The root ``zarr.json``, which describes a recording and its number of marks; a mark writes it last."""
+"""The root ``zarr.json``, which describes a recording and its number of marks; a mark writes it
+last.
+"""
 
 import json
 from collections.abc import Mapping
@@ -46,7 +48,9 @@ OWN_ATTRIBUTES = frozenset(
         "weights",
     ]
 )
-"""Attributes that a recording writes itself; a user's attributes of these names would be lost or misread."""
+"""Attributes that a recording writes itself; a user's attributes of these names would be lost or
+misread.
+"""
 GIVEN = "As given to mark()."
 """Description of scalars, which tells them from recorded variables."""
 HEADS = "heads"
@@ -66,9 +70,12 @@ class Root:
 
     @staticmethod
     def is_at(place: Place) -> bool:
-        """Return True for a recording of any schema version, even a damaged one; StoreError for something else."""
+        """Return True for a recording of any schema version, even a damaged one; StoreError for
+        something else.
+        """
         text = place.root()
-        # The text is not parsed, because even a damaged root of ours must be told from a user's file.
+        # The text is not parsed, because even a damaged root of ours must be told from a user's
+        # file.
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
         return text is not None
@@ -77,7 +84,8 @@ class Root:
     def read(cls, place: Place) -> "Root | None":
         """Read the root at a place; None if the place is empty.
 
-        StoreError for something else, a recording of another schema version, or a damaged recording.
+        StoreError for something else, a recording of another schema version, or a damaged
+        recording.
         """
         text = place.root()
         return None if text is None else cls.parse(text, place)
@@ -90,17 +98,15 @@ class Root:
             attributes = document["attributes"]
             version = attributes[VERSION]
         except UNREADABLE as error:
-            raise place.something_else(
-                f"a {ROOT} of something else, or a damaged one"
-            ) from error
+            raise place.something_else(f"a {ROOT} of something else, or a damaged one") from error
         if version != SCHEMA_VERSION:
             raise StoreError(
                 f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}"
             )
         if "consolidated_metadata" not in document:
             raise StoreError(
-                f"{place.name} lacks consolidated metadata, as after to_zarr(..., consolidated=False): "
-                f"zarr.consolidate_metadata adds them"
+                f"{place.name} lacks consolidated metadata, as after to_zarr(..., "
+                "consolidated=False): zarr.consolidate_metadata adds them"
             )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
@@ -110,8 +116,8 @@ class Root:
             raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
         if is_scalar:
             raise StoreError(
-                f"{place.name} holds one mark without its dimension {root.along!r}: a list of marks keeps it, "
-                f"as in isel({root.along}=[-1])"
+                f"{place.name} holds one mark without its dimension {root.along!r}: a list of "
+                f"marks keeps it, as in isel({root.along}=[-1])"
             )
         return root
 
@@ -185,14 +191,14 @@ class Root:
                 maps |= not {"zstd", "sharding_indexed"}.isdisjoint(codecs)
             elif dims == [name] and name != "layer":
                 sizes[name] = about["shape"][0]
-        layers, coords = (
-            json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS)
-        )
+        layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
         return Group(variables, layers, sizes, maps, coords)
 
 
 def is_recorded(document: Mapping[str, Any]) -> bool:
-    """Return whether this is the metadata of an array of a recording, and not of one that a user has added."""
+    """Return whether this is the metadata of an array of a recording, and not of one that a user
+    has added.
+    """
     if document["node_type"] != "array" or not document.get("dimension_names"):
         return False
     # Older recordings keep maps in shards.
@@ -200,14 +206,14 @@ def is_recorded(document: Mapping[str, Any]) -> bool:
 
 
 def tables(group: Group) -> dict[str, str]:
-    """Return the attributes of a group: its layers and the labels along its dimensions, as JSON, and coordinates."""
+    """Return the attributes of a group: its layers and the labels along its dimensions, as JSON,
+    and coordinates.
+    """
     layers = {name: dict(about) for name, about in group.layers.items()}
     coords = {name: list(labels) for name, labels in group.coords.items()}
     texts = {LAYERS: layers} | ({COORDS: coords} if coords else {})
     tables = {name: json.dumps(table, allow_nan=False) for name, table in texts.items()}
-    named = [
-        name for name, variable in group.variables.items() if variable.is_coordinate
-    ]
+    named = [name for name, variable in group.variables.items() if variable.is_coordinate]
     # By this attribute of the CF conventions xarray knows which variables are coordinates.
     return tables | ({"coordinates": " ".join(named)} if named else {})
 

@@ -30,7 +30,8 @@ Target = str | os.PathLike[str] | Store
 def open_recordings(
     target: Target | Mapping[str, Target] | Iterable[Target],
 ) -> xr.DataTree:
-    """Open a recording, or several joined, for reading. They are not changed, and may be written meanwhile.
+    """Open a recording, or several joined, for reading. They are not changed, and may be written
+    meanwhile.
 
     ::
 
@@ -38,26 +39,29 @@ def open_recordings(
         tree = tcnn_probe.open(sorted(Path("seeds").glob("*/recording.zarr")))
         tree["heads"].gate.groupby("recipe").mean(["run", "head"])
 
-    Several recordings are joined along ``run``. Attributes that differ between them, such as the seed, become
-    coordinates on ``run`` (with the prefix ``run_`` if a variable or a group has the same name, and with dots in place
-    of slashes). Marks, layers, heads and groups that only some runs have are kept; missing values are NaN, or -1 for
-    integers, and ``attrs["absent"]`` names them, in JSON by run. Values are loaded lazily. ``tree.chunk(run=1)`` turns
-    them into dask arrays, for reductions that exceed the memory: ``pip install "tcnn-probe[dask]"``.
+    Several recordings are joined along ``run``. Attributes that differ between them, such as the
+    seed, become coordinates on ``run`` (with the prefix ``run_`` if a variable or a group has the
+    same name, and with dots in place of slashes). Marks, layers, heads and groups that only some
+    runs have are kept; missing values are NaN, or -1 for integers, and ``attrs["absent"]`` names
+    them, in JSON by run. Values are loaded lazily. ``tree.chunk(run=1)`` turns them into dask
+    arrays, for reductions that exceed the memory: ``pip install "tcnn-probe[dask]"``.
 
     Args:
-        target: Path, URL or zarr store of a recording, or several of them. Runs are named by the part of their paths in
-            which they differ; a mapping gives other names.
+        target: Path, URL or zarr store of a recording, or several of them. Runs are named by the
+            part of their paths in which they differ; a mapping gives other names.
 
     Returns:
-        A tree of lazily loaded groups, all over the same marks (and runs, if there are several). The root has the
-        attributes and the scalars that were given to ``mark()``, "heads" has the variables of heads, and other groups
-        have their own paths, such as "maps/6x14x14". ``xr.open_zarr`` returns scalars and variables of heads of one
-        recording as one dataset. This dataset cannot be the root here: a :class:`xarray.DataTree` requires children
-        that are aligned with their parents, and maps have other layers.
+        A tree of lazily loaded groups, all over the same marks (and runs, if there are several).
+        The root has the attributes and the scalars that were given to ``mark()``, "heads" has the
+        variables of heads, and other groups have their own paths, such as "maps/6x14x14".
+        ``xr.open_zarr`` returns scalars and variables of heads of one recording as one dataset.
+        This dataset cannot be the root here: a :class:`xarray.DataTree` requires children that are
+        aligned with their parents, and maps have other layers.
 
     Raises:
-        StoreError: A place is empty, holds something else, or holds a recording that is damaged or has another schema
-            version; or marks or variables of several recordings cannot be joined.
+        StoreError: A place is empty, holds something else, or holds a recording that is damaged or
+            has another schema version; or marks or variables of several recordings cannot be
+            joined.
         ValueError: No recording is given, or two runs have the same name.
     """
     if isinstance(target, str | os.PathLike | Store) or target is None:
@@ -65,17 +69,13 @@ def open_recordings(
     targets = dict(target) if isinstance(target, Mapping) else _by_name(list(target))
     if not targets:
         raise ValueError("expected at least one recording, got none")
-    return _joined(
-        {name: open_recording(recording) for name, recording in targets.items()}
-    )
+    return _joined({name: open_recording(recording) for name, recording in targets.items()})
 
 
 def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
     """Name recordings by the part of their paths in which they differ."""
     if any(isinstance(target, Store) for target in targets):
-        raise ValueError(
-            "stores have no names: give a mapping, open({'seed 0': store, ...})"
-        )
+        raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
     texts = [os.fspath(target).rstrip("/\\") for target in targets]  # type: ignore[arg-type]
     paths = [re.split(r"[/\\]", text.removesuffix(".zarr")) for text in texts]
     # seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
@@ -97,16 +97,13 @@ def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
 
 def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
     attributes = [
-        {str(name): value for name, value in tree.attrs.items()}
-        for tree in trees.values()
+        {str(name): value for name, value in tree.attrs.items()} for tree in trees.values()
     ]
     # Recordings along epochs and recordings along steps cannot be joined.
     alongs = [attrs[ALONG] for attrs in attributes]
     if len({*alongs}) > 1:
         raise StoreError(f"expected the same marks in all, got marks along {alongs}")
-    marks = {
-        alongs[0]: _union([tree.coords[alongs[0]].values for tree in trees.values()])
-    }
+    marks = {alongs[0]: _union([tree.coords[alongs[0]].values for tree in trees.values()])}
     absent: dict[str, dict[str, list[Any]]] = {name: {} for name in trees}
     differing = _differing(attributes)
     paths = dict.fromkeys(path for tree in trees.values() for path in tree.groups)
@@ -130,9 +127,7 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
         if name not in shared:
             tables = [json.loads(attrs.get(name, "{}")) for attrs in attributes]
             shared[name] = json.dumps(dict(zip(trees, tables, strict=True)))
-    shared["absent"] = json.dumps(
-        {name: labels for name, labels in absent.items() if labels}
-    )
+    shared["absent"] = json.dumps({name: labels for name, labels in absent.items() if labels})
     groups["/"].attrs = shared
     return xr.DataTree.from_dict(groups)
 
@@ -143,14 +138,15 @@ def _group(
     absent: Mapping[str, dict[str, list[Any]]],
     path: str,
 ) -> xr.Dataset:
-    """Join a group of all runs on the union of their labels, and note in ``absent`` what a run lacks."""
+    """Join a group of all runs on the union of their labels, and note in ``absent`` what a run
+    lacks.
+    """
     present = {name: ds for name, ds in members.items() if ds is not None}
     datasets = [*present.values()]
     dims = dict.fromkeys(str(dim) for ds in datasets for dim in ds.dims)
     # Every group gets the marks of all runs, because a tree aligns its nodes with the root.
     labels = {
-        dim: _union([ds[dim].values for ds in datasets if dim in ds.dims])
-        for dim in dims
+        dim: _union([ds[dim].values for ds in datasets if dim in ds.dims]) for dim in dims
     } | marks
     if any(ds.data_vars for ds in datasets):
         for name in members.keys() - present.keys():
@@ -162,9 +158,7 @@ def _group(
                 place = dim if dim in marks else f"{path}/{dim}"
                 absent[name][place] = labels[dim][lacking].tolist()
     variables = {}
-    names = dict.fromkeys(
-        key for ds in datasets for key in ds.variables if key not in ds.dims
-    )
+    names = dict.fromkeys(key for ds in datasets for key in ds.variables if key not in ds.dims)
     for key in names:
         parts = [None if ds is None else ds.get(key) for ds in members.values()]
         variables[key] = _variable(str(key), parts, labels)
@@ -175,14 +169,12 @@ def _group(
     }
     group = xr.Dataset(variables, {**coords, "run": [*members]})
     group = group.set_coords(name for name in names if name in first.coords)
-    if tables := [
-        json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs
-    ]:
+    if tables := [json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs]:
         layers = dict.fromkeys(layer for table in tables for layer in table)
-        # Facts that differ between runs, such as a number of classes, are left out, as they would be wrong for some.
+        # Facts that differ between runs, such as a number of classes, are left out, as they would
+        # be wrong for some.
         facts = {
-            layer: _shared([table[layer] for table in tables if layer in table])
-            for layer in layers
+            layer: _shared([table[layer] for table in tables if layer in table]) for layer in layers
         }
         # Enough for health and plots to take one run of this group.
         group.attrs = {LAYERS: json.dumps(facts), ALONG: next(iter(marks))}
@@ -217,9 +209,7 @@ class _Joined(BackendArray):
         self.shape = (len(runs), *map(len, labels.values()))
 
     def __getitem__(self, key: Any) -> Any:
-        return explicit_indexing_adapter(
-            key, self.shape, IndexingSupport.OUTER, self._read
-        )
+        return explicit_indexing_adapter(key, self.shape, IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[Any, ...]) -> np.ndarray:
         # Dimensions that are indexed by an integer are kept with size 1 at first.
@@ -231,7 +221,8 @@ class _Joined(BackendArray):
             dim: values[index]
             for (dim, values), index in zip(self._labels.items(), indices, strict=True)
         }
-        # Missing values are NaN, as in xarray's joins. Integers have no NaN, and recordings use -1 for a missing value.
+        # Missing values are NaN, as in xarray's joins. Integers have no NaN, and recordings use -1
+        # for a missing value.
         fill = np.nan if self.dtype.kind == "f" else -1
         values = np.full((len(rows), *map(len, indices)), fill, self.dtype)
         for row, number in enumerate(rows):
@@ -239,13 +230,13 @@ class _Joined(BackendArray):
             if run is not None:
                 values[row] = run.reindex(labels, fill_value=fill).values
         single = (isinstance(index, int | np.integer) for index in key)
-        return values.squeeze(
-            tuple(axis for axis, is_one in enumerate(single) if is_one)
-        )
+        return values.squeeze(tuple(axis for axis, is_one in enumerate(single) if is_one))
 
 
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the union of the labels of all runs: numbers ascending, text in the order of appearance."""
+    """Return the union of the labels of all runs: numbers ascending, text in the order of
+    appearance.
+    """
     joined = np.concatenate(labels)
     return (
         np.unique(joined)

@@ -1,4 +1,6 @@
-"""Benchmarks with tiny models: every contestant runs, and tables and figures have the expected form."""
+"""Benchmarks with tiny models: every contestant runs, and tables and figures have the expected
+form.
+"""
 
 import importlib
 import re
@@ -52,15 +54,14 @@ def test_every_benchmark_is_tested() -> None:
         *("beginnings", "head_costs", "read_recording"),
         *("statistics_floor", "training_budget"),
     }
-    assert {
-        p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
-    } == {*SMALL, *tested_below}
+    assert {p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} == {
+        *SMALL,
+        *tested_below,
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_contestant_takes_a_step(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_contestant_takes_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
 
     def tiny(model: str, **options: Any) -> torch.nn.Module:
@@ -102,9 +103,7 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     # ImageNet has 1,281,167 training images and 50,000 for validation.
     assert pytest.approx(25.6, abs=0.03) == benchmark.PROPORTION
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"])
-    training = benchmark.Training(
-        model, torch.randn(3, 3, 32, 32), tmp_path / "run.zarr"
-    )
+    training = benchmark.Training(model, torch.randn(3, 3, 32, 32), tmp_path / "run.zarr")
     for epoch in range(2):
         assert min(training.step(), training.validate(), training.mark(epoch)) > 0
     recorded = xr.open_zarr(tmp_path / "run.zarr")
@@ -119,7 +118,9 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
 
 
 def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ratio is that of recording, 1.2, although the second model takes 1.5 times as long as the first."""
+    """The ratio is that of recording, 1.2, although the second model takes 1.5 times as long as the
+    first.
+    """
     benchmark = importlib.import_module("recorded_forward")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"]).eval()
     images = torch.randn(2, 3, 32, 32)
@@ -137,9 +138,7 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
     def seconds(network: nn.Module, images: torch.Tensor) -> float:
         network(images)
-        return (1.0 if network is model else 1.5) * (
-            1.2 if id(network) in attached else 1.0
-        )
+        return (1.0 if network is model else 1.5) * (1.2 if id(network) in attached else 1.0)
 
     monkeypatch.setattr(benchmark.tcnn_probe, "record", attach)
     monkeypatch.setattr(benchmark, "forward", seconds)
@@ -157,7 +156,8 @@ def test_costs_of_heads_as_plain_forwards(
         "create_model",
         lambda _, **size: create("vit_tiny_patch16_224", **size, **TINY["vit"]),
     )
-    # A clock that advances by one at each reading makes all ratios of single runs 1, and differences 0.
+    # A clock that advances by one at each reading makes all ratios of single runs 1, and
+    # differences 0.
     monkeypatch.setattr(benchmark.time, "process_time", iter(range(10**6)).__next__)
     options = ["--size", "32", "--images", "2", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["head_costs.py", *options])
@@ -172,9 +172,7 @@ def test_budget_of_a_training_by_hand() -> None:
     """Autograd keeps the image and the features between two matrices."""
     benchmark = importlib.import_module("training_budget")
     layers = nn.Flatten(), nn.Linear(3 * 4 * 4, 7), nn.Sigmoid(), nn.Linear(7, 5)
-    assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (
-        3 * 4 * 4 + 7
-    )
+    assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (3 * 4 * 4 + 7)
     assert benchmark.hours(1e9, 3_600_000, 100, 6e14, 0.5) == pytest.approx(2.0)
     for recipe, name, data in benchmark.SETTINGS:
         assert {"epochs", "paper_batch"} <= recipe_settings(recipe, name).keys()
@@ -186,10 +184,10 @@ def test_best_times_by_hand() -> None:
     """A tile holds 128 tokens; test_compiled.py tests the compiled kernel."""
     best_times = importlib.import_module("kernel_resources").best_times
     weights = 1000 * 128 * 128
-    # Each time is set by what limits it: bytes by the bandwidth, matrix products by the tensor cores, exponentials and
-    # other arithmetic by the number of units times the clock rate.
-    # An H200 has 4.8 TB/s, 989 TFLOP/s in bfloat16, and 132 multiprocessors at 1980 MHz, each with 16 exponentials and
-    # 128 other operations a cycle.
+    # Each time is set by what limits it: bytes by the bandwidth, matrix products by the tensor
+    # cores, exponentials and other arithmetic by the number of units times the clock rate. An H200
+    # has 4.8 TB/s, 989 TFLOP/s in bfloat16, and 132 multiprocessors at 1980 MHz, each with 16
+    # exponentials and 128 other operations a cycle.
     microseconds = [
         1000 * 128 * (2 * 64 * 2 + 5 * 4) / 4.8e6,
         2 * 64 * weights / 989e6,

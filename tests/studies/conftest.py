@@ -17,7 +17,5 @@ def image_folder(tmp_path: Path) -> Path:
             for n in range(4):
                 # The sides are primes, so that resizing and cropping have work to do.
                 pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(
-                    tmp_path / "images" / split / label / f"{n}.png"
-                )
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{n}.png")
     return tmp_path / "images"

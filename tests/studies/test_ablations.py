@@ -68,9 +68,7 @@ def test_class_mlp_matches_its_equations() -> None:
 
 
 @pytest.mark.parametrize(("groups", "pointwise"), [(1, False), (48, False), (48, True)])
-def test_convolutions_run_over_the_grid_of_patches(
-    groups: int, pointwise: bool
-) -> None:
+def test_convolutions_run_over_the_grid_of_patches(groups: int, pointwise: bool) -> None:
     torch.manual_seed(0)
     layer: Any = ablations.convolution(groups, pointwise=pointwise).double()
     x = torch.randn(1, 48, 16).double()
@@ -116,9 +114,7 @@ def test_layer_scales_start_as_their_names_say(
 ) -> None:
     images = torch.randn(96, 1, 8, 8)
     labels = torch.arange(96) % 10
-    monkeypatch.setattr(
-        plain_trainings, "plain_digits", lambda training: (images, labels)
-    )
+    monkeypatch.setattr(plain_trainings, "plain_digits", lambda training: (images, labels))
     variants = ablations.TABLES["LayerScale"]
     models: dict[str, Any] = {}
     begin, end = {}, {}
@@ -149,9 +145,7 @@ def test_layer_scales_start_as_their_names_say(
     for name in begin:
         source = end["from 0.1"] if name == frozen else begin[name]
         pairs = list(zip(source, end[name], strict=True))
-        assert all(torch.equal(*pair) for pair in pairs) == (
-            name in (frozen, "no LayerScale")
-        )
+        assert all(torch.equal(*pair) for pair in pairs) == (name in (frozen, "no LayerScale"))
     assert not torch.equal(models[frozen].head.weight, models["from 0.1"].head.weight)
 
 
@@ -181,7 +175,8 @@ def test_the_check_can_fail(
 def test_variants_are_compared_seed_by_seed() -> None:
     lines = ablations.table(results()).splitlines()
     (line,) = [text for text in lines if text.startswith("  nothing")]
-    # 0.4 minus 0.80, 0.81, 0.82; 4.303, the quantile of t with 2 degrees of freedom, times 0.01 / sqrt(3).
+    # 0.4 minus 0.80, 0.81, 0.82; 4.303, the quantile of t with 2 degrees of freedom, times 0.01 /
+    # sqrt(3).
     assert line.endswith("0.400   -0.410 [-0.435, -0.385] worse")
     (line,) = [text for text in lines if text.startswith("  an MLP")]
     assert "0.810   +0.000 [-" in line

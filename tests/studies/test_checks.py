@@ -1,4 +1,6 @@
-"""The check that ends each study, on numbers made by hand: it passes, and it fails where it has to."""
+"""The check that ends each study, on numbers made by hand: it passes, and it fails where it has
+to.
+"""
 
 import math
 from argparse import Namespace
@@ -41,12 +43,11 @@ def gates(first: float, last: float) -> xr.DataArray:
     return xr.DataArray(values, {"epoch": [0, 6], **HEADS}, ("epoch", "layer", "head"))
 
 
-def gating(
-    first: float = 0.9, last: float = 0.2, top1: float = 0.5
-) -> tuple[xr.Dataset, float]:
+def gating(first: float = 0.9, last: float = 0.2, top1: float = 0.5) -> tuple[xr.Dataset, float]:
     return xr.Dataset(
         {
-            # With 99 images, an accuracy of 0.5 cannot come from guessing among ten classes, and one of 0.15 can.
+            # With 99 images, an accuracy of 0.5 cannot come from guessing among ten classes, and
+            # one of 0.15 can.
             "gate": gates(first, last),
             "top1": ("epoch", [0.3, top1]),
             "images": ("epoch", [99, 99]),
@@ -74,23 +75,17 @@ def maps(
             "peak_x": peak,
         }
     )
-    return (
-        ds.assign(attention=(("epoch", "image", "layer", "head", "y", "x"), attention)),
-    )
+    return (ds.assign(attention=(("epoch", "image", "layer", "head", "y", "x"), attention)),)
 
 
 def entropies(
     kinds: str = "convolutional content", first: str = "convolutional", low: float = 0.1
 ) -> tuple[Any]:
-    types = np.array(
-        [[[first] * 2] * 2, [[kind] * 2 for kind in kinds.split()]], dtype=object
-    )
+    types = np.array([[[first] * 2] * 2, [[kind] * 2 for kind in kinds.split()]], dtype=object)
     values = np.array([[[low] * 2, [1.0] * 2]] * 2)
     dims = ("epoch", "layer", "head")
     measured = dict.fromkeys(("entropy", "attention_distance"), (dims, values))
-    return (
-        xr.Dataset({"gate": gates(0.9, 0.2), "head_type": (dims, types), **measured}),
-    )
+    return (xr.Dataset({"gate": gates(0.9, 0.2), "head_type": (dims, types), **measured}),)
 
 
 def saliency(hits: float = 1.0, top1: float = 0.9) -> tuple[Any, ...]:
@@ -117,13 +112,9 @@ def curves(
     labels: tuple[int, int] = (1, 2),
 ) -> tuple[Any, ...]:
     """Return accuracies of two runs of two models, at epochs 0, 1, 2."""
-    top1 = np.broadcast_to(
-        np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3)
-    )
+    top1 = np.broadcast_to(np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3))
     coords = {dim: [*labels], "model": ["CNN", "T-CNN"], "epoch": [0, 1, 2]}
-    return xr.Dataset(
-        {"top1": ((dim, "model", "epoch"), top1), "images": 99}, coords
-    ), 0.1
+    return xr.Dataset({"top1": ((dim, "model", "epoch"), top1), "images": 99}, coords), 0.1
 
 
 def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
@@ -132,7 +123,8 @@ def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
 
 def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
     dims = ("locality_strength", "gating", "epoch", "layer", "head")
-    # There is one value of lambda, as the check compares runs of equal locality whose gates start low and high.
+    # There is one value of lambda, as the check compares runs of equal locality whose gates start
+    # low and high.
     scores = {
         "gate": (dims, np.array([low, high]).reshape(1, 2, 1, 1, 1)),
         "top1": (dims[:3], np.full((1, 2, 1), top1)),
@@ -174,16 +166,14 @@ def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
     return (xr.Dataset(scores, coords),)
 
 
-def knowledge(
-    before: float = 1.0, gain: float = 0.9, top1: float = 0.5
-) -> tuple[Any, ...]:
-    """Return three stages and 100 images; neighbours find a share ``gain`` of them at the end, none at the start."""
+def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
+    """Return three stages and 100 images; neighbours find a share ``gain`` of them at the end, none
+    at the start.
+    """
     dims = ("model", "epoch", "layer")
     # Only the first stage, which precedes the attention layers, may be expected to equal the CNN's.
     cka = (
-        np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
-        .repeat(2, 0)
-        .repeat(3, 3)
+        np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None].repeat(2, 0).repeat(3, 3)
     )
     correct = np.zeros((2, 2, 3, 100))
     correct[:, 1, 2, : int(100 * gain)] = 1
@@ -202,9 +192,7 @@ def knowledge(
         "top1": (dims[:2], np.full((2, 2), top1)),
         "seen": (dims, np.full((2, 2, 3), 99)),
     }
-    return xr.Dataset(
-        scores | top | {"converted": ("layer", [False, True, True])}, coords
-    ), 0.1
+    return xr.Dataset(scores | top | {"converted": ("layer", [False, True, True])}, coords), 0.1
 
 
 class NotTrained(NamedTuple):
@@ -216,9 +204,7 @@ class NotTrained(NamedTuple):
         return learned(name, accuracy, 99, 0.1)
 
 
-def matrices(
-    start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5
-) -> tuple[Any, ...]:
+def matrices(start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5) -> tuple[Any, ...]:
     """Return two blocks on 8 x 8 patches; random matrices have an equivariance below 0.021."""
     weights = {
         "translation_equivariance": (
@@ -236,7 +222,8 @@ def matrices(
 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
     """Return two blocks at the start and at the end."""
-    # The model without LayerScale is the unit: the check compares the ratios of the two models at the start.
+    # The model without LayerScale is the unit: the check compares the ratios of the two models at
+    # the start.
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
     coords = {
         "model": [layer_scale.WITHOUT, layer_scale.WITH],
@@ -272,23 +259,24 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
     shares = np.broadcast_to(np.array([0.3, differ])[:, None, None], (2, 2, 2, 99))
     dims = ("training", "model", "group", "image")
     return (
-        xr.DataArray(
-            shares, {"model": coords["model"][1:], "group": ["clean", "blur"]}, dims
-        ),
+        xr.DataArray(shares, {"model": coords["model"][1:], "group": ["clean", "blur"]}, dims),
         results,
         0.1,
     )
 
 
 def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the other models for one."""
+    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the other models
+    for one.
+    """
     names = [
         dense_features.CNN,
         dense_features.TCNN,
         dense_features.UNSTRIDED,
         dense_features.PATCH,
     ]
-    # NaN where a model is not trained for as long: the check takes the last epoch that each model has.
+    # NaN where a model is not trained for as long: the check takes the last epoch that each model
+    # has.
     iou = np.full((4, 3, 2), 0.5)
     iou[0, 2] = (0.5, 0.2)
     iou[1:, 0] = (before, 0.3)
@@ -304,7 +292,9 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
 
 
 def on_objects(start: float = 0.001, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return two trainings of 99 images; attention that spreads over the query's own side has an isolation of 0.4."""
+    """Return two trainings of 99 images; attention that spreads over the query's own side has an
+    isolation of 0.4.
+    """
     values = np.full((2, 2, 2, 2, 1, 3, 5), 0.3)
     values[:, 0, 0] += start  # at epoch 0, on the scenes' own masks
     dims = ("seed", "epoch", "mask", "query", "layer", "head", "image")
@@ -340,8 +330,8 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             dense_features,
             dense,
-            # Where a check has a limit, the changes are as small as it can detect, so that a shifted limit fails the
-            # test.
+            # Where a check has a limit, the changes are as small as it can detect, so that a
+            # shifted limit fails the test.
             {"before": 0.49},
             "begin NOT as the CNN's: IoU apart by 0.0100",
         ),
@@ -376,7 +366,8 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             layer_scale,
             ratios,
-            # A hundredth above the initial weight of LayerScale: the ratio is printed with two digits.
+            # A hundredth above the initial weight of LayerScale: the ratio is printed with two
+            # digits.
             {"share": 0.11},
             "is 0.11 times that without: NOT the initial weight 0.1",
         ),
@@ -417,7 +408,8 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             when_to_reparameterize,
             times,
-            # 12 of 99 images with ten classes are more than the expected number, but within what guessing reaches.
+            # 12 of 99 images with ten classes are more than the expected number, but within what
+            # guessing reaches.
             {"top1": 0.12},
             "the run of t1 = 0 did NOT learn",
         ),
@@ -495,8 +487,8 @@ def test_the_check_can_fail(
 
 def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
     """The verdict follows the upper tail of the binomial distribution, summed term by term."""
-    # These lie on both sides of 1 %, and include samples so small, or chances so large, that even all right proves
-    # nothing.
+    # These lie on both sides of 1 %, and include samples so small, or chances so large, that even
+    # all right proves nothing.
     for right, images, chance in (
         (29, 40, 0.5),
         (27, 40, 0.5),
@@ -527,17 +519,13 @@ def test_a_check_that_fails_is_an_error_on_the_digits_only(
 
 
 @pytest.mark.parametrize(("swapped", "correlation"), [(False, "1.00"), (True, "0.50")])
-def test_gates_are_compared_with_shares_of_the_offset(
-    swapped: bool, correlation: str
-) -> None:
+def test_gates_are_compared_with_shares_of_the_offset(swapped: bool, correlation: str) -> None:
     gate = xr.zeros_like(gates(0, 0))
     gate[-1] = [[0.9, 0.2], [0.5, np.nan]]
     offset = 3 * gate
     if swapped:
         offset[-1, 0, 0], offset[-1, 1, 0] = 1.5, 2.7
-    ds = xr.Dataset(
-        {"gate": gate, "offset_information": offset, "selectivity": 0 * offset + 3}
-    )
+    ds = xr.Dataset({"gate": gate, "offset_information": offset, "selectivity": 0 * offset + 3})
     text = gating_evolution.offset_report(ds)
     assert "explains 0.20 to 0.90 of the heads' selectivity, 0.53 on average" in text
     assert text.endswith(f"correlation with the gate {correlation}, over 3 heads")

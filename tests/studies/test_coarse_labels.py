@@ -25,13 +25,9 @@ def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:
     for n in range(N):
         cosines = [cosine(queries[n], row) for row in known]
         relevant = (known_digits == digits[n]).tolist()
-        assert float(ds.precision[n]) == pytest.approx(
-            precision(cosines, relevant), rel=1e-12
-        )
+        assert float(ds.precision[n]) == pytest.approx(precision(cosines, relevant), rel=1e-12)
         p = [float(parity[n, digit % 2]) for digit in known_digits]
-        conditional = [
-            c + math.log(q / (1 - q)) for c, q in zip(cosines, p, strict=True)
-        ]
+        conditional = [c + math.log(q / (1 - q)) for c, q in zip(cosines, p, strict=True)]
         assert float(ds.conditional[n]) == pytest.approx(
             precision(conditional, relevant), rel=1e-12
         )
@@ -45,15 +41,9 @@ def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:
 
 def test_random_labels_halve_each_coarse_class() -> None:
     parity = np.repeat([0, 1], [12, 8])
-    # A linear classifier fits any labels if the features separate all images. If they separate only the parities, it is
-    # right on one half of each.
+    # A linear classifier fits any labels if the features separate all images. If they separate only
+    # the parities, it is right on one half of each.
     alone = torch.eye(20)
     coarse = torch.nn.functional.one_hot(torch.from_numpy(parity)).float()
-    assert (
-        coarse_labels.random_labels(alone, parity, 3).tolist()
-        == [1.0] * coarse_labels.SPLITS
-    )
-    assert (
-        coarse_labels.random_labels(coarse, parity, 3).tolist()
-        == [0.5] * coarse_labels.SPLITS
-    )
+    assert coarse_labels.random_labels(alone, parity, 3).tolist() == [1.0] * coarse_labels.SPLITS
+    assert coarse_labels.random_labels(coarse, parity, 3).tolist() == [0.5] * coarse_labels.SPLITS

@@ -1,4 +1,6 @@
-"""Content information by epoch: the figure and the report for numbers made by hand, and shuffled labels."""
+"""Content information by epoch: the figure and the report for numbers made by hand, and shuffled
+labels.
+"""
 
 from typing import Any
 
@@ -22,9 +24,7 @@ def two_layers(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
         "content_information": (dims, values),
         "head_type": (dims[1:], types),
     }
-    return xr.Dataset(
-        variables | ({"gate": (dims, values / 2)} if gate else {}), coords
-    )
+    return xr.Dataset(variables | ({"gate": (dims, values / 2)} if gate else {}), coords)
 
 
 def test_gain_is_reported_against_both_controls() -> None:
@@ -40,7 +40,8 @@ def test_gain_is_reported_against_both_controls() -> None:
     half = 12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
     assert (
         lines[3]
-        == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
+        == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, "
+        f"{0.4 + half:+.3f}]"
     )
     assert (
         lines[4]

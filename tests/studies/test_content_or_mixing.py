@@ -1,4 +1,6 @@
-"""Comparison of content and mixing: its arms, its intervals and verdicts, and the resumption of a killed run."""
+"""Comparison of content and mixing: its arms, its intervals and verdicts, and the resumption of a
+killed run.
+"""
 
 import itertools
 import shutil
@@ -86,7 +88,8 @@ def test_a_static_map_is_mixed_as_defined(stride: int) -> None:
         center = layer.center[head]
         tap = layer.weight[:, :, head // 3, head % 3]
         for y, x_ in itertools.product(range(height), range(width)):
-            # Keys include one ring of padding; offsets are counted from the query and the head's centre.
+            # Keys include one ring of padding; offsets are counted from the query and the head's
+            # centre.
             dy = torch.arange(-1, size[0] + 1)[:, None] - y * stride - center[0]
             dx = torch.arange(-1, size[1] + 1) - x_ * stride - center[1]
             near = torch.exp(-alpha * (dy**2 + dx**2))
@@ -116,7 +119,9 @@ def test_a_kernel_over_offsets_has_a_number_for_each_offset() -> None:
 
 
 def test_scenes_tell_the_class_only_as_the_dose_says() -> None:
-    """The class is the value of the item with the cue's code; the cue shows it in the other scenes."""
+    """The class is the value of the item with the cue's code; the cue shows it in the other
+    scenes.
+    """
     images, labels = content_control.scenes(400, 0.3, seed=5)
     tokens = images.flatten(2).mT
     shown = 0
@@ -187,7 +192,8 @@ def test_learning_rates_of_an_arm(network: ResNet20, arm: str) -> None:
 
 
 def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
-    # Batches of 4 do not divide 10 images: one batch spans the end of an epoch and the beginning of the next.
+    # Batches of 4 do not divide 10 images: one batch spans the end of an epoch and the beginning of
+    # the next.
     steps = list(order_of_images(10, 5, 4, seed=2))
     rows, view = (np.concatenate([part[n] for part in steps]) for n in (0, 1))
     assert sorted(rows[:10]) == list(range(10))
@@ -207,9 +213,7 @@ def test_a_view_is_a_reproducible_crop_of_the_padded_image() -> None:
     number = np.array([0, 1, 2, 0])
     crops_taken = views(images, rows, number)
     np.testing.assert_array_equal(crops_taken, views(images, rows, number))
-    np.testing.assert_array_equal(
-        crops_taken[1:2], views(images, rows[1:2], number[1:2])
-    )
+    np.testing.assert_array_equal(crops_taken[1:2], views(images, rows[1:2], number[1:2]))
     padded = np.pad(images.pixels, ((0, 0), (4, 4), (4, 4), (0, 0)))
     for row, view in zip(rows, crops_taken, strict=True):
         crops = [padded[row, y : y + 11, x : x + 13] for y, x in np.ndindex(9, 9)]
@@ -237,11 +241,12 @@ def difference_of_two_models(
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.02])
 def test_intervals_have_their_nominal_coverage(seeds: int, spread: float) -> None:
-    """Coverage is nearly 95 %; at that coverage, fewer than 0.93 of 600 intervals cover in one of 70 tests."""
+    """Coverage is nearly 95 %; at that coverage, fewer than 0.93 of 600 intervals cover in one of
+    70 tests.
+    """
     rng = np.random.default_rng(seeds)
     effects = [
-        crossed_effect(difference_of_two_models(rng, seeds, 1000, spread))
-        for _ in range(600)
+        crossed_effect(difference_of_two_models(rng, seeds, 1000, spread)) for _ in range(600)
     ]
     assert np.mean([effect.low <= 0 <= effect.high for effect in effects]) >= 0.93
 
@@ -261,23 +266,21 @@ def test_an_effect_that_varies_by_seed_alone_is_a_t_test() -> None:
 
 
 def test_holm_adjusts_p_values() -> None:
-    # P-values in ascending order are multiplied by 4, 3, 2 and 1, and are never below the previous one.
+    # P-values in ascending order are multiplied by 4, 3, 2 and 1, and are never below the previous
+    # one.
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.5]), [0.04, 0.09, 0.09, 0.5])
 
 
-def effect_of(
-    mean: float, half: float, p_value: float, seed_variance: float = 1e-5
-) -> Effect:
-    return Effect(
-        mean, mean - half, mean + half, p_value, seed_variance, 0.05, 3, 10_000
-    )
+def effect_of(mean: float, half: float, p_value: float, seed_variance: float = 1e-5) -> Effect:
+    return Effect(mean, mean - half, mean + half, p_value, seed_variance, 0.05, 3, 10_000)
 
 
 @pytest.mark.parametrize(
     ("effect", "adjusted", "answer"),
     [
         (effect_of(0.02, 0.005, 1e-4), 1e-3, "yes"),
-        # The interval is above the margin of 0.01, but the p-value is not significant after Holm's correction.
+        # The interval is above the margin of 0.01, but the p-value is not significant after Holm's
+        # correction.
         (effect_of(0.02, 0.005, 0.03), 0.06, "undecided"),
         # There is an effect, but its whole interval is below the margin.
         (effect_of(0.005, 0.004, 0.02), 0.02, "yes, by less than 0.01"),

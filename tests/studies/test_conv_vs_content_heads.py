@@ -1,4 +1,6 @@
-"""Conclusions of the study from answers made by hand: they claim nothing that the intervals do not support."""
+"""Conclusions of the study from answers made by hand: they claim nothing that the intervals do not
+support.
+"""
 
 from typing import Any
 
@@ -15,8 +17,11 @@ SOME = {"content": [0.1, 0.4, 0.1], "random": [0.1, 0.1, 0.3]}
 def answers(
     content: list[float], random: list[float], *, convolutional: float = 0.3
 ) -> xr.DataTree:
-    """Return two trainings of 200 images: accuracy is 0.9 minus the loss of a condition when its heads are removed."""
-    # All conditions share one draw, so that an image lost at a smaller loss is lost at a larger one, too.
+    """Return two trainings of 200 images: accuracy is 0.9 minus the loss of a condition when its
+    heads are removed.
+    """
+    # All conditions share one draw, so that an image lost at a smaller loss is lost at a larger
+    # one, too.
     draw = np.random.default_rng(0).random((2, 1, 1, 1, 200))
     losses = {
         "nothing": [0.0] * 3,
@@ -108,26 +113,21 @@ def test_sentence_claims_what_the_intervals_support(
     sentence = study.sentence(answers(content, random))
     sentence, static = sentence.strip().split("\n\n")
     assert (
-        "In these 2 trainings of one CNN, zeroing the outputs of the content heads costs, compared with"
-        in sentence
+        "In these 2 trainings of one CNN, zeroing the outputs of the content heads costs, compared "
+        "with" in sentence
     )
     assert (
-        "replacing by its mean the attention of the content heads costs, compared with as many random"
-        in static
+        "replacing by its mean the attention of the content heads costs, compared with as many "
+        "random" in static
     )
     assert "random heads: not distinguishable on clean, blur, PGD. Compared" in static
     assert f"as many random heads: {beside_random} Compared" in sentence
+    assert f"Compared with clean images, that difference is: {beside_clean} (95 %" in sentence
     assert (
-        f"Compared with clean images, that difference is: {beside_clean} (95 %"
-        in sentence
+        "over sets of random heads (1 in each) and 200 images, not corrected for looking at 3 "
+        "conditions" in sentence
     )
-    assert (
-        "over sets of random heads (1 in each) and 200 images, not corrected for looking at 3 conditions"
-        in sentence
-    )
-    assert content != random or sentence.endswith(
-        "support no difference on any condition."
-    )
+    assert content != random or sentence.endswith("support no difference on any condition.")
 
 
 def test_trainings_without_content_heads_are_not_counted() -> None:
@@ -144,19 +144,14 @@ def test_table_and_figure_have_the_means() -> None:
     tree = answers(**SOME)
     right = tree["types"].right.sel(mode="zero")
     lines = study.table(tree).splitlines()
-    assert (
-        "  seed 0: convolutional 1, mixed 0, averaging 0, positional 0, content 1"
-        in (lines)
-    )
+    assert "  seed 0: convolutional 1, mixed 0, averaging 0, positional 0, content 1" in (lines)
     lost = float(
         (right.sel(ablation="nothing") - right.sel(ablation="convolutional"))
         .sel(condition="blur")
         .mean()
     )
     assert f"{lost:+.3f} [" in next(line for line in lines if line.startswith("  blur"))
-    singles = lines[
-        next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :
-    ]
+    singles = lines[next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :]
     row = next(line for line in singles if "clean" in line).split()
     # This is the one training with a convolutional head.
     first = right.sel(condition="clean")[0]
@@ -195,9 +190,7 @@ def test_a_type_that_no_training_has_is_reported(
         .reindex(ablation=study.SETS)
     )
     tree["types"]["right"] = right
-    tree["types"]["head_type"] = tree["heads"]["head_type"] = types.where(
-        types != kind, "mixed"
-    )
+    tree["types"]["head_type"] = tree["heads"]["head_type"] = types.where(types != kind, "mixed")
     assert " none " in study.table(tree)
     assert study.draw(tree).axes
     assert not study.check(tree, 0.1)

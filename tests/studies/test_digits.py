@@ -11,11 +11,10 @@ def test_splits_share_no_digit_image_and_use_all() -> None:
     train, validation = cluttered_digits(size=41)
     assert len(train) + len(validation) == 1797
     known = {tuple(digit.flatten().tolist()) for digit in train.digits}
-    # Some images of scikit-learn's digits are equal pixel by pixel; these must be in the same split.
+    # Some images of scikit-learn's digits are equal pixel by pixel; these must be in the same
+    # split.
     assert len(known) > 1300
-    assert not any(
-        tuple(digit.flatten().tolist()) in known for digit in validation.digits
-    )
+    assert not any(tuple(digit.flatten().tolist()) in known for digit in validation.digits)
     assert torch.bincount(validation.labels).min() > 35  # every class in its share
 
 
@@ -60,8 +59,9 @@ def test_a_dense_probe_finds_strokes_as_finely_as_its_grid_allows() -> None:
         for part in (slice(10), slice(10, None))
     )
     iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
-    # The pixels of strokes are those above a threshold, which a linear classifier finds. Cells of 4 x 4 pixels blur
-    # them; a probe that calls every pixel a stroke would have their share as its IoU.
+    # The pixels of strokes are those above a threshold, which a linear classifier finds. Cells of 4
+    # x 4 pixels blur them; a probe that calls every pixel a stroke would have their share as its
+    # IoU.
     assert iou.sel(layer="pixels") > 0.95
     assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
     # As a control, the probe must not find the masks of other scenes.

@@ -16,7 +16,9 @@ from disagreement import CNN, ORDER, START, TCNN
 
 
 def decisions() -> xr.Dataset:
-    """Return predictions of 2 trainings of 3 models on 7 images, with 3 corruptions of 2 groups at 2 severities."""
+    """Return predictions of 2 trainings of 3 models on 7 images, with 3 corruptions of 2 groups at
+    2 severities.
+    """
     random = np.random.default_rng(0)
     coords = {
         "model": np.array([CNN, TCNN, ORDER], dtype=object),
@@ -47,9 +49,7 @@ def test_rates_of_disagreement_by_hand() -> None:
     corrupted = results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
         # The "other start" is the CNN of the other training.
-        at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
-            str(rates.model.values[model])
-        ]
+        at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[str(rates.model.values[model])]
         cells = [
             (corrupted[(*at, c, s, 0, image)], corrupted[nth, 0, c, s, 0, image])
             for c in (0, 2)
@@ -64,9 +64,7 @@ def test_rates_of_disagreement_by_hand() -> None:
 
 def test_verdicts_follow_the_intervals() -> None:
     shares = {TCNN: [1.0, 0.0, 0.0], ORDER: [0.0, 1.0, 0.0], START: [0.5, 0.5, 0.5]}
-    values = np.broadcast_to(
-        np.array([*shares.values()])[None, :, :, None], (2, 3, 3, 7)
-    )
+    values = np.broadcast_to(np.array([*shares.values()])[None, :, :, None], (2, 3, 3, 7))
     coords = {"model": np.array([*shares], dtype=object)}
     rates = {
         by: xr.DataArray(
@@ -80,9 +78,7 @@ def test_verdicts_follow_the_intervals() -> None:
     lines = disagreement.verdicts(rates).splitlines()
     ends = ["more often", "less often", "not distinguishable"]
     for label, end in zip(["clean ", "noise", "blur"], ends, strict=True):
-        assert next(line for line in lines if line.startswith(f"  {label}")).endswith(
-            end
-        )
+        assert next(line for line in lines if line.startswith(f"  {label}")).endswith(end)
     # The line appears once for each yardstick.
     assert sum(line.startswith("  clean ") for line in lines) == 2
 
@@ -90,7 +86,9 @@ def test_verdicts_follow_the_intervals() -> None:
 def test_models_of_the_user_are_compared_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each model has its own weights and normalisation; a distilled one averages its two classifiers."""
+    """Each model has its own weights and normalisation; a distilled one averages its two
+    classifiers.
+    """
     create = timm.create_model
     names = ["deit_tiny_distilled_patch16_224", "test_vit"]
     narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
@@ -100,9 +98,7 @@ def test_models_of_the_user_are_compared_unchanged(
         lambda name, **options: create(name, **{**options, **narrow}),
     )
     torch.manual_seed(0)
-    models = [
-        timm.create_model(name, img_size=32, num_classes=2).eval() for name in names
-    ]
+    models = [timm.create_model(name, img_size=32, num_classes=2).eval() for name in names]
     for model, name in zip(models, names, strict=True):
         # Large random weights make the models tell images apart.
         for part, parameter in model.named_parameters():
@@ -112,8 +108,7 @@ def test_models_of_the_user_are_compared_unchanged(
     random = np.random.default_rng(0)
     pixels = (
         # The noise differs in brightness between images, which even untrained models tell apart.
-        random.random((2, 2, 8, 37, 41, 3))
-        * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
+        random.random((2, 2, 8, 37, 41, 3)) * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
     ).astype(np.uint8)
     for split, label, n in np.ndindex(2, 2, 8):
         path = tmp_path / "images" / ("train", "val")[split] / str(label) / f"{n}.png"
@@ -134,10 +129,7 @@ def test_models_of_the_user_are_compared_unchanged(
     }
     transform = timm.data.create_transform((3, 32, 32), **plain)
     images = torch.stack(
-        [
-            transform(Image.fromarray(picture))
-            for picture in pixels[1].reshape(16, 37, 41, 3)
-        ]
+        [transform(Image.fromarray(picture)) for picture in pixels[1].reshape(16, 37, 41, 3)]
     )
     expected = []
     for model in models:
@@ -149,9 +141,7 @@ def test_models_of_the_user_are_compared_unchanged(
                 if hasattr(model, "head_dist")
                 else None
             )
-            expected.append(
-                (sum(classifiers) / 2 if classifiers else model(x)).argmax(1).numpy()
-            )
+            expected.append((sum(classifiers) / 2 if classifiers else model(x)).argmax(1).numpy())
     assert results.model.values.tolist() == names
     np.testing.assert_array_equal(results.clean_prediction, expected)
     differ = np.mean(expected[0] != expected[1])

@@ -1,4 +1,6 @@
-"""Losses of students against sums in float64, their second token, and the check that ends the study."""
+"""Losses of students against sums in float64, their second token, and the check that ends the
+study.
+"""
 
 import math
 from typing import Any
@@ -19,9 +21,7 @@ def log_softmax(row: list[float], temperature: float) -> list[float]:
 
 
 def cross_entropy(rows: list[list[float]], labels: list[int]) -> float:
-    terms = [
-        -log_softmax(row, 1.0)[label] for row, label in zip(rows, labels, strict=True)
-    ]
+    terms = [-log_softmax(row, 1.0)[label] for row, label in zip(rows, labels, strict=True)]
     return sum(terms) / len(terms)
 
 
@@ -36,9 +36,7 @@ def test_losses_are_those_of_the_thesis() -> None:
     divergence = 0.0
     for ours, taught_row in zip(of_class.tolist(), taught.tolist(), strict=True):
         log_p, log_q = log_softmax(taught_row, 3.0), log_softmax(ours, 3.0)
-        divergence += sum(
-            math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True)
-        )
+        divergence += sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
     expected = 0.9 * by_labels + 0.1 * 9 * divergence / images
     loss = distillation.loss_of(of_class, labels, taught, soft=True)
     # Both losses are sums of some hundred terms.
@@ -75,12 +73,12 @@ def test_students_with_a_second_token_start_with_the_same_weights() -> None:
 def test_the_second_token_learns_from_the_teacher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A teacher names one class for every image: the distillation token learns it, and the class token the labels."""
+    """A teacher names one class for every image: the distillation token learns it, and the class
+    token the labels.
+    """
     images = torch.randn(96, 1, 8, 8)
     labels = torch.zeros(96, dtype=torch.long)
-    monkeypatch.setattr(
-        plain_trainings, "plain_digits", lambda training: (images, labels)
-    )
+    monkeypatch.setattr(plain_trainings, "plain_digits", lambda training: (images, labels))
     monkeypatch.setattr(plain_trainings, "LR", 0.02)
 
     def teacher(batch: torch.Tensor) -> torch.Tensor:
@@ -139,7 +137,8 @@ def test_verdicts_follow_from_the_intervals() -> None:
     differences = distillation.differences(results())
     token = differences["decides as the CNN, token less labels alone"]
     assert token.values.tolist() == pytest.approx([0.21, 0.2, 0.19])
-    # The margin is 4.303, the quantile of t with 2 degrees of freedom, times the standard error, 0.01 / sqrt(3).
+    # The margin is 4.303, the quantile of t with 2 degrees of freedom, times the standard error,
+    # 0.01 / sqrt(3).
     lines = distillation.table(results()).splitlines()
     (line,) = [text for text in lines if text.startswith("decides as the CNN, token")]
     assert line.endswith("+0.200 [+0.175, +0.225] above zero")

@@ -16,9 +16,7 @@ from tcnn_model import GPSA
 
 def model_of_two_layers() -> nn.Module:
     torch.manual_seed(0)
-    first = GPSA(
-        2, 3, (3, 5), stride=(2, 1), padding=(1, 2), locality_strength=0.3, gating=0.4
-    )
+    first = GPSA(2, 3, (3, 5), stride=(2, 1), padding=(1, 2), locality_strength=0.3, gating=0.4)
     second = GPSA(3, 2, (2, 1), gating=-0.7, locality_strength=0.2)
     for layer in (first, second):
         nn.init.normal_(layer.query)
@@ -29,10 +27,10 @@ def model_of_two_layers() -> nn.Module:
     return nn.Sequential(first, nn.Dropout(0.9), second).double()
 
 
-def by_hand(
-    layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]
-) -> np.ndarray:
-    """Return A_ij (T-CNN Eqs. 3, 4, 7) over the padded image, for one query of an image (C, H, W)."""
+def by_hand(layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]) -> np.ndarray:
+    """Return A_ij (T-CNN Eqs. 3, 4, 7) over the padded image, for one query of an image (C, H,
+    W).
+    """
     d = layer.qk_dim
     of_head = slice(head * d, (head + 1) * d)
     w_qry = layer.query[of_head]
@@ -73,8 +71,8 @@ def test_maps_are_those_of_the_equations() -> None:
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     features = model[0](images).detach()
     cases = [
-        # The query at the pixel (9, 4) of 11 x 7: in the first layer row 9 * 6 // 11 = 4 of 6 queries, which are two
-        # pixels apart; in the second row 9 * 5 // 11 = 4.
+        # The query at the pixel (9, 4) of 11 x 7: in the first layer row 9 * 6 // 11 = 4 of 6
+        # queries, which are two pixels apart; in the second row 9 * 5 // 11 = 4.
         ("0", images, (8, 4)),
         ("2", features, (4, 4)),
     ]

@@ -58,17 +58,12 @@ def test_random_sets_match_in_size_and_can_hold_any_head() -> None:
     counts = {"convolutional": 1, "content": 3}
     sizes = {name: len(heads) for name, heads in sets.items()}
     assert sizes == {
-        f"random for {kind}#{draw}": count
-        for kind, count in counts.items()
-        for draw in range(40)
+        f"random for {kind}#{draw}": count for kind, count in counts.items() for draw in range(40)
     }
     drawn = {head for heads in sets.values() for head in heads}
     existing = heads_by_name({"": TYPES != ""})[""]
     assert drawn == set(existing)
-    assert (
-        random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0))
-        == {}
-    )
+    assert random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0)) == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*among images=")
@@ -82,12 +77,8 @@ def test_without_removes_heads_for_one_call() -> None:
     with torch.no_grad():
         assert not without(model, None, "zero")(images).eq(0).any()
         assert without(model, heads, "zero")(images).eq(0).all()
-        averaged = without(model, heads, "mean", [images[:1], images[1:]])(
-            torch.randn(3, 3, 7, 11)
-        )
-        torch.testing.assert_close(
-            averaged, model(images).mean(0).expand(3, -1, -1, -1)
-        )
+        averaged = without(model, heads, "mean", [images[:1], images[1:]])(torch.randn(3, 3, 7, 11))
+        torch.testing.assert_close(averaged, model(images).mean(0).expand(3, -1, -1, -1))
         # The mean over one image is its own attention.
         for mode in ("static", "shuffled"):
             torch.testing.assert_close(

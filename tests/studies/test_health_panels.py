@@ -10,12 +10,15 @@ from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 
 
 def made_ill(sign: str) -> xr.Dataset:
-    """Return a recording in which the second layer, or its head 1, shows the sign from epoch 7, the fourth, on."""
+    """Return a recording in which the second layer, or its head 1, shows the sign from epoch 7, the
+    fourth, on.
+    """
     return make_ill(healthy(), sign, slice(3, None))
 
 
 def test_every_variable_with_a_limit_has_a_picture() -> None:
-    # A single image that is not finite is one too many, and the jump of logits shares the figure of large logits.
+    # A single image that is not finite is one too many, and the jump of logits shares the figure of
+    # large logits.
     assert SIGNS.keys() - PICTURES.keys() == {"not finite", "logits jump"}
 
 

@@ -1,4 +1,6 @@
-"""Attention on objects and its excess: sums by hand, and the zero of attention that ignores the image."""
+"""Attention on objects and its excess: sums by hand, and the zero of attention that ignores the
+image.
+"""
 
 import numpy as np
 import pytest
@@ -23,9 +25,7 @@ def test_attention_on_objects_is_that_of_sums_by_hand() -> None:
                 share = sum(ATTENTION[head, scene, query, key] for key in keys)
                 by_side[bool(OBJECTS[scene, query])].append(share)
             expected[:, head, scene] = np.mean(by_side[True]), np.mean(by_side[False])
-    np.testing.assert_allclose(
-        object_heads.on_object(ATTENTION, OBJECTS), expected, rtol=1e-12
-    )
+    np.testing.assert_allclose(object_heads.on_object(ATTENTION, OBJECTS), expected, rtol=1e-12)
 
 
 @pytest.mark.numerical

@@ -29,9 +29,7 @@ def test_overwriting_deletes_only_the_files_of_the_run(tmp_path: Path) -> None:
         "study_notes.txt",
     ]
     again.beside("_maps.png").write_text("new")
-    RunOutput(tmp_path, "study", {"seed": 2}, resume=True).beside(
-        "_other.png"
-    ).write_text("more")
+    RunOutput(tmp_path, "study", {"seed": 2}, resume=True).beside("_other.png").write_text("more")
     RunOutput(tmp_path, "study", {}, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "study.py",

@@ -63,9 +63,7 @@ def test_other_layouts_are_refused(
         open_folder(str(image_folder), None)
 
 
-def test_limit_and_batch_size(
-    image_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_limit_and_batch_size(image_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # File managers leave hidden folders, which are not classes.
     (image_folder / "train" / ".hidden").mkdir()
     shutil.rmtree(image_folder / "val" / "cat")  # dogs must still be class 1
@@ -73,9 +71,7 @@ def test_limit_and_batch_size(
     assert train.targets == [0, 0, 0, 1, 1, 1]
     assert validation.targets == [1, 1]
     model = timm.create_model("test_resnet", num_classes=2)
-    loaders = image_loaders(
-        model, (train, validation), size=32, batch_size=256, workers=0
-    )
+    loaders = image_loaders(model, (train, validation), size=32, batch_size=256, workers=0)
     assert [len(labels) for _, labels in loaders[0]] == [6]
     assert "batches of 6 images" in capsys.readouterr().out
 
@@ -125,9 +121,7 @@ def test_classifiers_of_the_users_own_weights(
         "the classifier is new: the weights have 3 classes, and the images 2"
         in capsys.readouterr().out
     )
-    torch.testing.assert_close(
-        smaller.state_dict()["conv1.0.weight"], weights["conv1.0.weight"]
-    )
+    torch.testing.assert_close(smaller.state_dict()["conv1.0.weight"], weights["conv1.0.weight"])
     assert own_model(options(num_classes=5), ["a", "b"]).num_classes == 5
     with pytest.raises(InputError, match="the images have 2 classes, got 1"):
         own_model(options(num_classes=1), ["a", "b"])
@@ -145,7 +139,9 @@ class _Crafted:
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
-    """A file with more than weights is refused, also with timm 1.0.20, which would load everything in it."""
+    """A file with more than weights is refused, also with timm 1.0.20, which would load everything
+    in it.
+    """
     state = {"fc.weight": torch.zeros(3, 2), "crafted": _Crafted(tmp_path / "ran")}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(InputError, match=r"a\.pt' holds no weights: "):
@@ -178,11 +174,7 @@ def test_a_damaged_image_is_named(
     options = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
     options += f" --workers {workers} --device cpu --out {image_folder / 'out'}"
     assert ended(gating_evolution.main, options.split()) == 2
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("gating_evolution.py: --data: ")
-    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith("gating_evolution.py: --data: ")
 
 
 def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
@@ -244,6 +236,4 @@ def test_robustness_on_photographs_matches_a_loop(
                 int(scores.argmax()) == ["cat", "dog"].index(file.parent.name)
             )
             # The loop runs single images, the study batches: float32 sums have another order.
-            np.testing.assert_allclose(
-                float(answer.confidence), float(scores.max()), atol=1e-5
-            )
+            np.testing.assert_allclose(float(answer.confidence), float(scores.max()), atol=1e-5)

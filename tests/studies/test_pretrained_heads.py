@@ -1,4 +1,6 @@
-"""Orders of heads, correlations of ranks, and the verdict of ``pretrained_heads.py``, against plain computations."""
+"""Orders of heads, correlations of ranks, and the verdict of ``pretrained_heads.py``, against plain
+computations.
+"""
 
 from pathlib import Path
 
@@ -42,11 +44,10 @@ def test_correlations_are_spearmans() -> None:
     assert rho.value == pytest.approx(expected, abs=1e-12)
     assert rho.heads == LAYERS * HEADS - 1
     assert rho.low < rho.value < rho.high
-    # Costs that a monotonic function of the shares gives in each block, and between blocks the reverse.
+    # Costs that a monotonic function of the shares gives in each block, and between blocks the
+    # reverse.
     costs = shares.fillna(0) - 100 * array(np.arange(LAYERS)[:, None] + np.zeros(HEADS))
-    shares = shares.fillna(0) + 100 * array(
-        np.arange(LAYERS)[:, None] + np.zeros(HEADS)
-    )
+    shares = shares.fillna(0) + 100 * array(np.arange(LAYERS)[:, None] + np.zeros(HEADS))
     costs = costs.expand_dims(image=IMAGES)
     assert correlation(shares, costs, resamples=9).value < -0.5
     inside = correlation(shares, costs, ranks=within_blocks, resamples=9)
@@ -56,15 +57,11 @@ def test_correlations_are_spearmans() -> None:
 def heads() -> xr.Dataset:
     draw = np.random.default_rng(1)
     names = ("offset", "position", "key_content", "query_key_content")
-    parts = {
-        f"{name}_information": draw.uniform(0, 1, (LAYERS, HEADS)) for name in names
-    }
+    parts = {f"{name}_information": draw.uniform(0, 1, (LAYERS, HEADS)) for name in names}
     recording = xr.Dataset({name: array(values) for name, values in parts.items()})
     recording["selectivity"] = sum(recording.data_vars.values())
     recording["uniform_entropy"] = ("layer", np.full(LAYERS, 4.0))
-    return lost_shares(recording).assign(
-        deviation=array(draw.uniform(size=(LAYERS, HEADS)))
-    )
+    return lost_shares(recording).assign(deviation=array(draw.uniform(size=(LAYERS, HEADS))))
 
 
 def test_orders_take_the_heads_with_least_to_lose() -> None:
@@ -79,9 +76,7 @@ def test_orders_take_the_heads_with_least_to_lose() -> None:
     assert static.values[chosen.values].max() < static.values[~chosen.values].min()
     deviating = choose(ds, "static", "deviation", 0.2, 0)
     smallest = np.sort(ds.deviation.values.ravel())[:7]
-    np.testing.assert_array_equal(
-        np.sort(ds.deviation.values[deviating.values]), smallest
-    )
+    np.testing.assert_array_equal(np.sort(ds.deviation.values[deviating.values]), smallest)
     draws = [
         choose(ds, "static", order, 0.2, seed)
         for order in ("random", "same layers")
@@ -156,9 +151,7 @@ def test_other_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_verdict_follows_the_costs(
-    sign: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verdict_follows_the_costs(sign: int, capsys: pytest.CaptureFixture[str]) -> None:
     ds, draw = heads(), np.random.default_rng(2)
     content = ds.key_content + ds.query_key_content
     static = 2 + sign * content / ds.selectivity

@@ -1,4 +1,6 @@
-"""Options that the studies refuse before they train or write; killed runs; a user's own models and images."""
+"""Options that the studies refuse before they train or write; killed runs; a user's own models and
+images.
+"""
 
 import importlib
 from pathlib import Path
@@ -49,15 +51,8 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("study", "options", "message"),
     [
-        *(
-            (name, "--data .", MODEL_FIRST)
-            for name in STUDIES
-            if name not in NOT_ONE_CNN
-        ),
-        *(
-            (name, "--pretrained", "--model and --pretrained belong together")
-            for name in SINGLE
-        ),
+        *((name, "--data .", MODEL_FIRST) for name in STUDIES if name not in NOT_ONE_CNN),
+        *((name, "--pretrained", "--model and --pretrained belong together") for name in SINGLE),
         (
             "layer_scale",
             "--model test_vit --pretrained",
@@ -208,16 +203,12 @@ def test_wrong_options_say_so_and_write_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    arguments = [
-        str(image_folder) if word == "FOLDER" else word for word in options.split()
-    ]
+    arguments = [str(image_folder) if word == "FOLDER" else word for word in options.split()]
     if "FOLDER" in options:
         arguments += ["--workers", "0"]
     try:
         # argparse refuses by exiting, the study itself by returning a code.
-        code = ended(
-            importlib.import_module(study).main, [*arguments, "--out", str(out)]
-        )
+        code = ended(importlib.import_module(study).main, [*arguments, "--out", str(out)])
     except SystemExit as stop:
         code = stop.code
     assert code == 2
@@ -236,7 +227,8 @@ def test_a_killed_run_resumes_to_the_same_results(
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
-        # Ctrl-C comes after the loop's checkpoint and the recorder's mark of epoch 1, but before this file is written.
+        # Ctrl-C comes after the loop's checkpoint and the recorder's mark of epoch 1, but before
+        # this file is written.
         if path.name.startswith("tcnn-0001"):
             raise KeyboardInterrupt
         save(state, path)
@@ -245,10 +237,7 @@ def test_a_killed_run_resumes_to_the_same_results(
         patch.setattr(torch, "save", dies)
         # 128 + SIGINT is the exit status of a program that Ctrl-C ended.
         assert ended(attention_maps.main, [*tiny, "--out", str(killed)]) == 130
-    assert (
-        ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)])
-        == 2
-    )
+    assert ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)]) == 2
     # All other options are read from the run.
     attention_maps.main(["--resume", "--out", str(killed)])
     stores = [
@@ -259,10 +248,7 @@ def test_a_killed_run_resumes_to_the_same_results(
     for epoch in (0, 1, 2):
         name = f"attention_maps_checkpoints/tcnn-{epoch:04d}.pt"
         torch.testing.assert_close(
-            *(
-                torch.load(out / name, weights_only=True)
-                for out in (killed, uninterrupted)
-            )
+            *(torch.load(out / name, weights_only=True) for out in (killed, uninterrupted))
         )
 
 
@@ -283,12 +269,8 @@ def test_a_users_own_weights_data_and_image(tmp_path: Path, image_folder: Path) 
     assert ds.name.values.tolist() == ["1.png"]
     assert (ds.query_y == ds.sizes["y"] - 1).all()
     assert (ds.query_x == 0).all()
-    xr.testing.assert_allclose(
-        ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside)
-    )
-    assert (
-        xr.open_zarr(tmp_path / "out" / "attention_maps_recording.zarr").images == 8
-    ).all()
+    xr.testing.assert_allclose(ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside))
+    assert (xr.open_zarr(tmp_path / "out" / "attention_maps_recording.zarr").images == 8).all()
 
 
 def scores(out: Path) -> xr.DataTree:
@@ -299,9 +281,7 @@ def scores(out: Path) -> xr.DataTree:
 def test_saliency_of_a_trained_transformer(
     tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(
-        timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth"
-    )
+    torch.save(timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth")
     weights = tmp_path / "vit.pth"
     out = tmp_path / "out"
     options = f"--model test_vit --pretrained {weights} --data {image_folder}"
@@ -337,9 +317,7 @@ def test_a_convnet_gets_an_attention_pool(
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
     plans = [
-        class_attention_saliency.plan(
-            class_attention_saliency.parse([*options, "--seed", "7"])
-        )
+        class_attention_saliency.plan(class_attention_saliency.parse([*options, "--seed", "7"]))
         for _ in "ab"
     ]
     # Fine-tuning mixes images as in the papers: the targets are shares of the two classes.
@@ -351,7 +329,9 @@ def test_a_convnet_gets_an_attention_pool(
 
 
 def test_few_images_have_few_neighbours(tmp_path: Path, image_folder: Path) -> None:
-    """Each of eight validation images has seven neighbours, and the study does not fail after its trainings."""
+    """Each of eight validation images has seven neighbours, and the study does not fail after its
+    trainings.
+    """
     small = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
     representations.main([*small.split(), *FEW, "--out", str(tmp_path / "out")])
     ds = xr.open_zarr(tmp_path / "out" / "representations.zarr").load()
@@ -361,9 +341,10 @@ def test_few_images_have_few_neighbours(tmp_path: Path, image_folder: Path) -> N
 def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
     model = timm.create_model("test_resnet", num_classes=2)
     pooled = class_attention_saliency.with_attention_pool(model).train()
-    assert {
-        name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad
-    } == {"global_pool", "fc"}
+    assert {name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad} == {
+        "global_pool",
+        "fc",
+    }
     before = {name: buffer.clone() for name, buffer in pooled.named_buffers()}
     # In training mode, batch norms that are not frozen would update their statistics.
     pooled(torch.randn(4, 3, 32, 32))

@@ -25,15 +25,15 @@ GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
 
 
 def answers(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
-    """Return answers on 150 images, the same for all models; severity 5 lowers the accuracy by ``harder``."""
+    """Return answers on 150 images, the same for all models; severity 5 lowers the accuracy by
+    ``harder``.
+    """
     random = np.random.default_rng(0)
     by_severity = np.array([0.0, harder])[:, None, None]
     draw = random.random((1, 3, 2, 1, 150))
     right = draw < np.array(chances)[:, None, None, None, None] - by_severity
     clean = random.random((1, 150)) < np.array(chances)[:, None]
-    attacked = (
-        random.random((1, 2, 1, 150)) < np.array(chances)[:, None, None, None] - 0.2
-    )
+    attacked = random.random((1, 2, 1, 150)) < np.array(chances)[:, None, None, None] - 0.2
     return xr.Dataset(
         {
             "correct": (("model", "corruption", "severity", "seed", "image"), right),
@@ -79,9 +79,7 @@ def test_table_has_the_means() -> None:
     lines = study.table(results).splitlines()
     assert lines[2].split() == ["clean", "weather", "digital", "fgsm", "pgd"]
     row = (
-        next(line for line in lines if line.startswith(study.TCNN))
-        .removeprefix(study.TCNN)
-        .split()
+        next(line for line in lines if line.startswith(study.TCNN)).removeprefix(study.TCNN).split()
     )
     weather = results.correct.values[2, :2].mean()
     expected = [
@@ -89,7 +87,8 @@ def test_table_has_the_means() -> None:
         weather,
         results.correct.values[2, 2].mean(),
     ]
-    # The table prints three decimals: the tolerance is half a unit of the last one, and a little more.
+    # The table prints three decimals: the tolerance is half a unit of the last one, and a little
+    # more.
     assert [float(cell) for cell in row[:3]] == pytest.approx(expected, abs=6e-4)
 
 
@@ -135,7 +134,9 @@ def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
 
 
 def test_imagenet_c_is_reported_and_drawn() -> None:
-    """The mCE needs every corruption and severity; a model that is always wrong has an mCE above AlexNet's 100."""
+    """The mCE needs every corruption and severity; a model that is always wrong has an mCE above
+    AlexNet's 100.
+    """
     names = list(evaluation.CORRUPTIONS)
     groups = [evaluation.CORRUPTIONS[name].group for name in names]
     right = np.zeros((2, 15, 5, 1, 7), bool)

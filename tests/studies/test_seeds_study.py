@@ -11,13 +11,12 @@ import seeds
 
 
 def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Return Spearman's correlation as Pearson's correlation of mid-ranks, with Fisher's z interval."""
+    """Return Spearman's correlation as Pearson's correlation of mid-ranks, with Fisher's z
+    interval.
+    """
 
     def ranks(values: list[float]) -> list[float]:
-        return [
-            sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2
-            for u in values
-        ]
+        return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
 
     n = len(x)
     a = np.array(ranks(x)) - (n + 1) / 2
@@ -34,16 +33,16 @@ def test_rank_correlation_with_ties() -> None:
     # Twenty integers below nine must have ties.
     x = rng.integers(0, 9, 20).astype(float)
     y = x + rng.integers(0, 9, 20)
-    assert seeds.rank_correlation(x, y) == pytest.approx(
-        by_hand(x.tolist(), y.tolist()), rel=1e-12
-    )
+    assert seeds.rank_correlation(x, y) == pytest.approx(by_hand(x.tolist(), y.tolist()), rel=1e-12)
     # Three pairs leave n - 3 = 0 degrees of freedom, and a constant has no ranks.
     assert all(math.isnan(number) for number in seeds.rank_correlation(x[:3], y[:3]))
     assert all(math.isnan(number) for number in seeds.rank_correlation(x, np.ones(20)))
 
 
 def results(last_gate: float = 0.2, top1: float = 0.8) -> tuple[xr.Dataset, float]:
-    """Return five seeds, which are T-CNNs from epoch 3 on; at epoch 0 the accuracies rank the seeds in reverse."""
+    """Return five seeds, which are T-CNNs from epoch 3 on; at epoch 0 the accuracies rank the seeds
+    in reverse.
+    """
     accuracies = np.empty((5, 5))
     accuracies[:] = top1 + 0.01 * np.arange(5)[:, None]
     accuracies[:, 0] = accuracies[::-1, 0]

@@ -1,4 +1,6 @@
-"""Measures against loops, the weights that fine-tuning trains, and the check that ends the study."""
+"""Measures against loops, the weights that fine-tuning trains, and the check that ends the
+study.
+"""
 
 from typing import Any
 
@@ -20,10 +22,7 @@ def scenes(count: int) -> list[Scene]:
     torch.manual_seed(0)
     images = torch.randn(count, 1, 32, 32)
     masks = torch.rand(count, 32, 32) < 0.2
-    return [
-        Scene(image, (0, 0, 32, 32), mask)
-        for image, mask in zip(images, masks, strict=True)
-    ]
+    return [Scene(image, (0, 0, 32, 32), mask) for image, mask in zip(images, masks, strict=True)]
 
 
 def test_pixels_have_the_class_of_their_digit() -> None:
@@ -68,9 +67,7 @@ def test_intersection_over_union_matches_loops() -> None:
         common = sum(mask[y][x] for y in range(16) for x in range(32))
         union = 16 * 32 + sum(mask[y][x] for y in range(16, 32) for x in range(32))
         expected.append(common / union)
-    assert study.stroke_iou(Named(), samples).tolist() == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert study.stroke_iou(Named(), samples).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_segmentation_trains_the_trunk_of_the_classifier() -> None:
@@ -101,9 +98,7 @@ def test_measures_come_from_the_attention_pool() -> None:
     np.testing.assert_allclose(measured.attention.sum(["y", "x"]), 1, rtol=1e-6)
     with torch.no_grad():
         decided = model(study.images_of(samples)).argmax(1)
-    assert float(measured.top1) == pytest.approx(
-        float((decided == labels).float().mean())
-    )
+    assert float(measured.top1) == pytest.approx(float((decided == labels).float().mean()))
 
 
 def results(iou: float = 0.6, top1: float = 0.8, on_digit: float = 0.5) -> xr.Dataset:
@@ -150,11 +145,10 @@ def test_verdicts_follow_from_the_intervals() -> None:
     ):
         lines = study.table(results(on_digit=on_digit)).splitlines()
         (line,) = [
-            text
-            for text in lines
-            if text.startswith("on strokes, by segmentation less before")
+            text for text in lines if text.startswith("on strokes, by segmentation less before")
         ]
         assert line.endswith(verdict)
-    # 0.5 / 0.2 minus 0.4 / 0.2; 4.303, the quantile of t with 2 degrees of freedom, times 0.05 / sqrt(3).
+    # 0.5 / 0.2 minus 0.4 / 0.2; 4.303, the quantile of t with 2 degrees of freedom, times 0.05 /
+    # sqrt(3).
     text = study.table(results())
     assert "+0.500 [+0.376, +0.624] above zero" in text

@@ -1,4 +1,6 @@
-"""The small form of every study, run once: it succeeds, writes its figures, and stores the right numbers."""
+"""The small form of every study, run once: it succeeds, writes its figures, and stores the right
+numbers.
+"""
 
 import contextlib
 import copy
@@ -28,9 +30,7 @@ from common.training import Study
 from tcnn_model import EpochResult, reparameterize
 from tcnn_model.training.evaluation import evaluate
 
-STUDIES = sorted(
-    path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py")
-)
+STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]
 ON_THE_CPU = (
     "ablations",
@@ -62,9 +62,11 @@ class Done(NamedTuple):
 
 @contextlib.contextmanager
 def gradients_watched(stuck: list[str]) -> Iterator[None]:
-    """Append the parameters that any optimizer was given and that had no gradient in any of its steps.
+    """Append the parameters that any optimizer was given and that had no gradient in any of its
+    steps.
 
-    A single step would not do: a branch whose last scale begins at zero has no gradient before that scale has moved.
+    A single step would not do: a branch whose last scale begins at zero has no gradient before that
+    scale has moved.
     """
     watched: dict[int, tuple[Tensor, str]] = {}
     moved: set[int] = set()
@@ -88,10 +90,12 @@ def gradients_watched(stuck: list[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
-    """Return a function that runs ``python studies/NAME.py --small`` only once and returns its results.
+    """Return a function that runs ``python studies/NAME.py --small`` only once and returns its
+    results.
 
-    Several studies share the CNN, its control and its T-CNN: each is trained once. For later studies the weights of
-    every epoch are loaded, and the control and the T-CNN are validated again, for the study's recorder.
+    Several studies share the CNN, its control and its T-CNN: each is trained once. For later
+    studies the weights of every epoch are loaded, and the control and the T-CNN are validated
+    again, for the study's recorder.
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
@@ -169,16 +173,12 @@ def test_coarse_labels_are_tested_on_the_validation_images(
     small_run: Callable[[str], Done],
 ) -> None:
     out = small_run("coarse_labels").out
-    weights = torch.load(
-        out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True
-    )["state_dict"]
+    weights = torch.load(out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True)[
+        "state_dict"
+    ]
     images, digits = coarse_labels.pictures("validation")
     with torch.no_grad():
-        named = (
-            coarse_labels.loaded(coarse_labels.network(), weights)(images)
-            .argmax(1)
-            .numpy()
-        )
+        named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
     top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
     # The coarse labels are parities.
     assert np.mean(named == digits % 2) == pytest.approx(top1, abs=1e-6)
@@ -187,9 +187,7 @@ def test_coarse_labels_are_tested_on_the_validation_images(
 def test_gating_evolution_records_both_trainings(
     small_run: Callable[[str], Done],
 ) -> None:
-    ds = xr.open_zarr(
-        small_run("gating_evolution").out / "gating_evolution.zarr"
-    ).load()
+    ds = xr.open_zarr(small_run("gating_evolution").out / "gating_evolution.zarr").load()
     assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
     # 70 images are a quarter of 280: the whole validation set, once an epoch.
     assert (ds.images == 70).all()
@@ -217,25 +215,19 @@ def test_attention_maps_are_those_of_the_recorder(
     }
     assert ds.layer.values.tolist() == LAYERS
     assert ds.epoch.values.tolist() == [0, 4]
-    xr.testing.assert_allclose(
-        ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside)
-    )
+    xr.testing.assert_allclose(ds.attention.sum(["y", "x"]) + ds.outside, xr.ones_like(ds.outside))
     recorded = xr.open_zarr(out / "attention_maps_recording.zarr").load()
     gates = recorded.gate.sel(epoch=[0, 4])
     xr.testing.assert_allclose(*(x.reset_coords(drop=True) for x in (ds.gate, gates)))
     model = reparameterize(small_resnet())
-    weights = torch.load(
-        out / "attention_maps_checkpoints" / "tcnn-0004.pt", weights_only=True
-    )
+    weights = torch.load(out / "attention_maps_checkpoints" / "tcnn-0004.pt", weights_only=True)
     model.load_state_dict(weights)
     loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)
     with tcnn_probe.record(model.eval(), images=2) as recorder, torch.no_grad():
         model(probed_images(loaders[1].dataset, 2).images)
         recorder.mark(epoch=4)
     (maps,) = (
-        node.dataset
-        for node in recorder.tree["maps"].subtree
-        if "center_attention" in node.dataset
+        node.dataset for node in recorder.tree["maps"].subtree if "center_attention" in node.dataset
     )
     expected = (
         maps.center_attention.isel(epoch=0)
@@ -278,10 +270,7 @@ def test_head_entropy_measures_the_parts_of_attention(
 ) -> None:
     heads = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
     assert dict(heads.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    parts = (
-        heads.gate * heads.positional_distance
-        + (1 - heads.gate) * heads.content_distance
-    )
+    parts = heads.gate * heads.positional_distance + (1 - heads.gate) * heads.content_distance
     # Gates, parts and the whole are measured in float32, the whole in a pass of its own.
     np.testing.assert_allclose(parts, heads.attention_distance, rtol=1e-4)
     distances = []
@@ -294,9 +283,7 @@ def test_head_entropy_measures_the_parts_of_attention(
                 sum(w * math.hypot(*key) for w, key in zip(weights, keys, strict=True))
                 / sum(weights)
             )
-    np.testing.assert_allclose(
-        heads.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
-    )
+    np.testing.assert_allclose(heads.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5)
     assert (heads.head_type[0] == "convolutional").all()
     # The study assigns types by the gate, as the papers do.
     np.testing.assert_array_equal(heads.head_type == "content", heads.gate <= 1 / 3)
@@ -314,15 +301,11 @@ def test_representations_have_the_labels_of_their_images(
         "other_layer": 4,
     }
     _, labels = zip(
-        *digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[
-            1
-        ].dataset,
+        *digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset,
         strict=True,
     )
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
-        features = tcnn_probe.open(out / f"representations_{name}.zarr")[
-            "features"
-        ].dataset.feature
+        features = tcnn_probe.open(out / f"representations_{name}.zarr")["features"].dataset.feature
         last = features.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
         correct = tcnn_probe.representation.knn_correct(last, labels)
         np.testing.assert_array_equal(
@@ -334,17 +317,14 @@ def test_representations_have_the_labels_of_their_images(
 def test_a_resumed_study_keeps_its_earlier_epochs(
     study: str, small_run: Callable[[str], Done], tmp_path: Path
 ) -> None:
-    """The resumed model has its last weights, with which earlier epochs must not be measured again."""
+    """The resumed model has its last weights, with which earlier epochs must not be measured
+    again.
+    """
     finished = small_run(study).out
     out = tmp_path / "out"
     shutil.copytree(finished, out)
-    assert (
-        importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)])
-        == 0
-    )
-    results = [
-        xr.open_zarr(folder / f"{study}.zarr").load() for folder in (finished, out)
-    ]
+    assert importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)]) == 0
+    results = [xr.open_zarr(folder / f"{study}.zarr").load() for folder in (finished, out)]
     assert results[0].sizes["epoch"] > 6
     xr.testing.assert_allclose(*results, rtol=1e-6)
 
@@ -397,9 +377,7 @@ def test_class_attention_scores_every_model_and_method(
             assert (np.isfinite(ds[measure]) == has_score).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
         masks = probed_images(
-            digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[
-                1
-            ].dataset,
+            digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)[1].dataset,
             8,
         ).masks
         # For chance, the share of the image that the mask covers.
@@ -425,12 +403,8 @@ def test_class_attention_records_maps_of_classes_at_every_epoch(
     probability = class_scores(out)["PatchConvNet, by class"].dataset.probability
     for epoch in (0, 2):
         for row in range(2):
-            best = (
-                probability.sel(epoch=epoch).isel(image=row).argsort().values[::-1][:3]
-            )
+            best = probability.sel(epoch=epoch).isel(image=row).argsort().values[::-1][:3]
             assert (
-                maps.class_index.sel(epoch=epoch)
-                .isel(layer=0, image=row)
-                .values.tolist()
+                maps.class_index.sel(epoch=epoch).isel(layer=0, image=row).values.tolist()
                 == best.tolist()
             )

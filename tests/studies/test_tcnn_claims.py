@@ -1,4 +1,6 @@
-"""The ungated layer and the information in attention against loops over the equations in float64."""
+"""The ungated layer and the information in attention against loops over the equations in
+float64.
+"""
 
 import itertools
 import math
@@ -19,7 +21,8 @@ HEIGHT, WIDTH, CHANNELS, OUT = 3, 5, 7, 11
 
 def layer() -> GPSA:
     torch.manual_seed(0)
-    # New queries and keys, of standard deviation 0.02, would make content negligible beside position.
+    # New queries and keys, of standard deviation 0.02, would make content negligible beside
+    # position.
     gpsa = GPSA(CHANNELS, OUT, 3, padding=1, qk_scale=40.0).double()
     with torch.no_grad():
         gpsa.value.add_(0.3 * torch.randn_like(gpsa.value))
@@ -38,7 +41,9 @@ def pixel(x: Tensor, y: int, column: int) -> Tensor:
 def by_hand(
     gpsa: GPSA, x: Tensor, head: int, query: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    """Return Eq. 3 for one query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta - Delta||^2."""
+    """Return Eq. 3 for one query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta -
+    Delta||^2.
+    """
     d = gpsa.qk_dim
     rows = slice(head * d, (head + 1) * d)
     q = gpsa.query[rows] @ pixel(x, *query)
@@ -87,21 +92,15 @@ def test_information_by_position_and_by_content() -> None:
     position, content = tcnn_claims.information(attention).numpy()
     weights = attention.numpy()
     for head in range(2):
-        by_query = [
-            np.mean([weights[n, head, q] for n in range(5)], 0) for q in range(3)
-        ]
+        by_query = [np.mean([weights[n, head, q] for n in range(5)], 0) for q in range(3)]
         mean_entropy = np.mean([entropy(row) for row in by_query])
         assert position[head] == pytest.approx(
             entropy(np.mean(by_query, 0)) - mean_entropy, rel=1e-12
         )
-        by_image = np.mean(
-            [entropy(weights[n, head, q]) for n in range(5) for q in range(3)]
-        )
-        assert content[head] == pytest.approx(
-            (mean_entropy - by_image) * 5 / 4, rel=1e-12
-        )
-    # Attention that is uniform carries no information. In float32 seven sevenths add up to 1 within eps, far below the
-    # bound.
+        by_image = np.mean([entropy(weights[n, head, q]) for n in range(5) for q in range(3)])
+        assert content[head] == pytest.approx((mean_entropy - by_image) * 5 / 4, rel=1e-12)
+    # Attention that is uniform carries no information. In float32 seven sevenths add up to 1 within
+    # eps, far below the bound.
     even = torch.full((4, 1, 3, 7), 1 / 7)
     assert tcnn_claims.information(even).abs().max() < 1e-12
 
@@ -122,7 +121,9 @@ def test_information_by_content_is_what_the_recorder_keeps() -> None:
 
 
 def results(**changes: Any) -> xr.Dataset:
-    """Return two seeds and three epochs of each arm, with the accuracies and information of the last epoch."""
+    """Return two seeds and three epochs of each arm, with the accuracies and information of the
+    last epoch.
+    """
     numbers: dict[str, Any] = {
         "gated": 0.9,
         "ungated": 0.8,
@@ -150,25 +151,21 @@ def results(**changes: Any) -> xr.Dataset:
         },
         {"arm": np.array(list(numbers), object), "layer": ["a", "b"], "head": range(9)},
     )
-    return ds.assign(
-        head_type=ds.gate.astype(object).where(ds.gate > 2 / 3, "mixed"), images=99
-    )
+    return ds.assign(head_type=ds.gate.astype(object).where(ds.gate > 2 / 3, "mixed"), images=99)
 
 
 def test_differences_that_the_paper_claims_to_be_above_zero() -> None:
     means = {
-        name: float(values.mean())
-        for name, values in tcnn_claims.differences(results()).items()
+        name: float(values.mean()) for name, values in tcnn_claims.differences(results()).items()
     }
-    # The third is the share of position in the information: 1 of 1.1 nat without gates, minus 1 of 1.5 with gates.
+    # The third is the share of position in the information: 1 of 1.1 nat without gates, minus 1 of
+    # 1.5 with gates.
     assert list(means.values()) == pytest.approx(
         [-0.2, -0.2, 1 / 1.1 - 1 / 1.5, 0.4, 0.1, 0.4, 0.2]
     )
     assert list(means)[-1] == "accuracy, AdamW less SGD, 0.1"
     text = tcnn_claims.table(results())
-    assert "BELOW zero" in next(
-        line for line in text.splitlines() if "centre tap, less" in line
-    )
+    assert "BELOW zero" in next(line for line in text.splitlines() if "centre tap, less" in line)
     assert "in all layers in 0 of 2 trainings" in text
 
 

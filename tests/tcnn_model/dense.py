@@ -40,7 +40,9 @@ class Case:
     sharpness: float = 1.0  # factor on the queries
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Tensors:
-        """Return the five arguments by name, as leaves that require gradients; position is in float64."""
+        """Return the five arguments by name, as leaves that require gradients; position is in
+        float64.
+        """
         n_q = self.y.queries * self.x.queries
         n_k = self.y.length * self.x.length
         alpha = 0.1 + random(self.heads, 1, seed=4).abs()
@@ -54,9 +56,7 @@ class Case:
         query = random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype)
         key = random(self.batch, self.heads, n_k, self.dim, seed=2, dtype=dtype)
         value_heads = 1 if self.shared else self.heads
-        values = random(
-            self.batch, value_heads, n_k, self.channels, seed=3, dtype=dtype
-        )
+        values = random(self.batch, value_heads, n_k, self.channels, seed=3, dtype=dtype)
         tensors = {
             "query": self.sharpness * query,
             "key": key,
@@ -64,13 +64,11 @@ class Case:
             "position": position,
             "gate": gate.to(torch.promote_types(dtype, torch.float32)),
         }
-        return {
-            name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()
-        }
+        return {name: tensor.to(DEVICE).requires_grad_() for name, tensor in tensors.items()}
 
 
-# Content attention goes to a single key, with logits of a few hundred; positional attention is centred far outside the
-# map or between two pixels, or is uniform.
+# Content attention goes to a single key, with logits of a few hundred; positional attention is
+# centred far outside the map or between two pixels, or is uniform.
 _FAR = ((-40.3, 80.6 * 301.7, -80.6 * 299.3), (-20.7, 41.4 * 1.5, 0.0), (0.0, 0.0, 0.0))
 _GATES = {
     "content": (0.0, 0.0, 0.0),
@@ -93,7 +91,9 @@ EXTREMES = {
 
 
 class Attention(NamedTuple):
-    """A, C and P of Eq. (7) over the extended grid, N_key = y.keys * x.keys; C is zero on the padding."""
+    """A, C and P of Eq. (7) over the extended grid, N_key = y.keys * x.keys; C is zero on the
+    padding.
+    """
 
     mixed: Tensor  # (B, heads, N_query, N_key)
     content: Tensor  # (B, heads, N_query, N_key)
@@ -107,9 +107,7 @@ def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
     """Compute the attention from its definition, in float64."""
     query, key, _, position, gate = (tensors[name].double() for name in NAMES)
     # These are the pixels (y, x) of the queries and of the keys, which include the padding.
-    rows, columns = (
-        [a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x)
-    )
+    rows, columns = ([a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x))
     key_rows, key_columns = (range(-a.before, a.length + a.after) for a in (y, x))
     queries = torch.tensor([*itertools.product(rows, columns)]).to(query)
     keys = torch.tensor([*itertools.product(key_rows, key_columns)]).to(query)
@@ -165,21 +163,22 @@ def terms(
     upstream: Tensor,
     sizes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensors:
-    """Return the sums of absolute terms of the output, of each gradient and of each statistic, in float64.
+    """Return the sums of absolute terms of the output, of each gradient and of each statistic, in
+    float64.
 
-    The rounding error of a logit is eps times the sum of its absolute terms, and that is the relative error of its
-    exponential: so each weight counts 1 + that sum times. ``1 - gate`` counts as a sum of two terms.
+    The rounding error of a logit is eps times the sum of its absolute terms, and that is the
+    relative error of its exponential: so each weight counts 1 + that sum times. ``1 - gate`` counts
+    as a sum of two terms.
 
     Args:
         tensors: The five arguments by name.
         y: Vertical axis.
         x: Horizontal axis.
         upstream: Gradient of the output.
-        sizes: Sums of the absolute terms of queries and keys, if these are results of a matrix product themselves.
+        sizes: Sums of the absolute terms of queries and keys, if these are results of a matrix
+            product themselves.
     """
-    query, key, values, position, gate = (
-        tensors[name].detach().double() for name in NAMES
-    )
+    query, key, values, position, gate = (tensors[name].detach().double() for name in NAMES)
     parts = attention(tensors, y, x)
     scale = query.shape[-1] ** -0.5
     upstream = upstream.double().abs()
@@ -231,7 +230,9 @@ def terms(
 
 
 def _positional_size(position: Tensor, parts: Attention) -> Tensor:
-    """Sum the absolute terms of the positional logits, relative to each query's best key, and of their normaliser."""
+    """Sum the absolute terms of the positional logits, relative to each query's best key, and of
+    their normaliser.
+    """
     logits = torch.einsum("hr,qkr->hqk", position, _r(parts.offset))
     best = logits.argmax(-1)  # (heads, N_query)
     best_offset = parts.offset[torch.arange(len(parts.offset)), best][:, :, None]
@@ -259,18 +260,19 @@ def assert_as_the_equations(
     x: Axis,
     c: float = 8,
 ) -> None:
-    """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations in float64.
+    """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations
+    in float64.
 
-    The largest c seen was 2, in float64, where part of the error is that of the equations themselves. Statistics have
-    the rounding of float32 at least, gradients that of the queries' dtype.
+    The largest c seen was 2, in float64, where part of the error is that of the equations
+    themselves. Statistics have the rounding of float32 at least, gradients that of the queries'
+    dtype.
     """
     dtype = tensors["query"].dtype
     output, statistics = function(*tensors.values(), y=y, x=x, statistics=True)
     assert output.dtype == dtype
     assert output.requires_grad == torch.is_grad_enabled()
     exact_tensors = {
-        name: tensor.detach().double().requires_grad_()
-        for name, tensor in tensors.items()
+        name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()
     }
     with torch.enable_grad():
         exact = apply(exact_tensors, y, x)
@@ -281,9 +283,7 @@ def assert_as_the_equations(
         expected = gradients(exact, exact_tensors, upstream)
         for name, gradient in gradients(output, tensors, upstream).items():
             assert gradient.dtype == tensors[name].dtype
-            assert_rounding(
-                gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}"
-            )
+            assert_rounding(gradient, expected[name], bounds[name], c, dtype, f"gradient of {name}")
     wide: Any = torch.promote_types(dtype, torch.float32)
     for name, exact_statistic in measure(exact_tensors, y, x).items():
         actual = getattr(statistics, name)

@@ -1,4 +1,6 @@
-"""Convnets of different timm families, with their true structure, but narrow and with short early stages."""
+"""Convnets of different timm families, with their true structure, but narrow and with short early
+stages.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -47,8 +49,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "repvgg_b0": {
         "stem_chs": 16,
         "blocks": tuple(
-            replace(stage, d=1, c=stage.c // 16)
-            for stage in byobnet.model_cfgs["repvgg_b0"].blocks
+            replace(stage, d=1, c=stage.c // 16) for stage in byobnet.model_cfgs["repvgg_b0"].blocks
         ),
     },
 }

@@ -1,4 +1,6 @@
-"""Pictures of every depth and orientation become the upright RGB image of eight bits that a viewer shows."""
+"""Pictures of every depth and orientation become the upright RGB image of eight bits that a viewer
+shows.
+"""
 
 import struct
 from pathlib import Path
@@ -20,12 +22,12 @@ def _tiff_of_12_bits(path: Path) -> None:
     for row in np.rint(LEVELS / 255 * 4095).astype(int):
         bits = "".join(f"{value:012b}" for value in row)
         rows += int(bits.ljust(8 * 11, "0"), 2).to_bytes(11, "big")
-    # Width, height, bits, no compression, black is zero, offset, one sample, rows of a strip, bytes.
+    # Width, height, bits, no compression, black is zero, offset, one sample, rows of a strip,
+    # bytes.
     numbers = (7, 5, 12, 1, 1, 8, 1, 5, len(rows))
     tags = (256, 257, 258, 259, 262, 273, 277, 278, 279)
     entries = b"".join(
-        struct.pack("<HHII", tag, 4, 1, number)
-        for tag, number in zip(tags, numbers, strict=True)
+        struct.pack("<HHII", tag, 4, 1, number) for tag, number in zip(tags, numbers, strict=True)
     )
     head = struct.pack("<2sHI", b"II", 42, 8 + len(rows))
     path.write_bytes(head + rows + struct.pack("<H", 9) + entries + bytes(4))
@@ -64,7 +66,8 @@ def test_every_depth_is_scaled_to_eight_bits(name: str, tmp_path: Path) -> None:
     _write(tmp_path / name)
     picture = read_picture(tmp_path / name)
     assert picture.mode == "RGB"
-    # Each value is rounded once to the depth and once to eight bits, and 257 and 4095 / 255 levels are one of these.
+    # Each value is rounded once to the depth and once to eight bits, and 257 and 4095 / 255 levels
+    # are one of these.
     np.testing.assert_array_equal(np.asarray(picture), LEVELS[..., None].repeat(3, 2))
 
 

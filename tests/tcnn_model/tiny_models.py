@@ -66,21 +66,18 @@ def tiny_tcnn() -> nn.Module:
 
 def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
     """Return a tiny ResNet with attention pooling, whose pool is disturbed."""
-    pooled: Any = add_attention_pool(
-        model or tiny_cnn().eval(), input_size=POOL_SIZE, **options
-    )
+    pooled: Any = add_attention_pool(model or tiny_cnn().eval(), input_size=POOL_SIZE, **options)
     return disturb(pooled, 1, part="attention")
 
 
 def batches(
     images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0
 ) -> DataLoader:
-    """Return batches of noise of 32 x 24 pixels with random labels; 11 images leave a smaller third batch."""
+    """Return batches of noise of 32 x 24 pixels with random labels; 11 images leave a smaller third
+    batch.
+    """
     labels = torch.randint(CLASSES, (images,), generator=seeded(seed))
-    x = (
-        random(images, 1, 32, 24, seed=seed, dtype=torch.float32)
-        + labels[:, None, None, None]
-    )
+    x = random(images, 1, 32, 24, seed=seed, dtype=torch.float32) + labels[:, None, None, None]
     return DataLoader(TensorDataset(x, labels), batch_size, shuffle=shuffle)
 
 

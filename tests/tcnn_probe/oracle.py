@@ -1,4 +1,6 @@
-"""Statistics of the probes, written out slowly in float64: the tests' oracle, which uses nothing of tcnn_probe."""
+"""Statistics of the probes, written out slowly in float64: the tests' oracle, which uses nothing of
+tcnn_probe.
+"""
 
 import torch
 from torch import Tensor
@@ -23,12 +25,15 @@ def summarise(
     distance: Tensor,
     positions: Tensor | None = None,
 ) -> Statistics:
-    """Return means over queries of attention (B, heads, N_query, N_key), or (heads, N_query, N_key) for any image.
+    """Return means over queries of attention (B, heads, N_query, N_key), or (heads, N_query, N_key)
+    for any image.
 
     Args:
         attention, content, positional: A, C and P.
-        distance: Distance between query and key, shape (N_query, N_key), for the keys of ``attention``.
-        positions: Row and column of each key of P, shape (N_key, 2); None to leave out the mean squared radius.
+        distance: Distance between query and key, shape (N_query, N_key), for the keys of
+            ``attention``.
+        positions: Row and column of each key of P, shape (N_key, 2); None to leave out the mean
+            squared radius.
     """
     radius = {}
     if positions is not None:
@@ -77,10 +82,10 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     ) | {"max_logit": logits.amax((-2, -1))}
 
 
-def gpsa_statistics_of_qk(
-    layer: GPSA, x: Tensor, query: Tensor, key: Tensor
-) -> Statistics:
-    """Return the statistics for given queries and keys (B, heads, N, d), as rounded by layers in low precision."""
+def gpsa_statistics_of_qk(layer: GPSA, x: Tensor, query: Tensor, key: Tensor) -> Statistics:
+    """Return the statistics for given queries and keys (B, heads, N, d), as rounded by layers in
+    low precision.
+    """
     bases, pixels, real = _grid(layer, x)
     logits = _logits(_double(query), _double(key))
     content = torch.softmax(logits, -1)
@@ -100,7 +105,9 @@ def _entropy(attention: Tensor) -> Tensor:
 
 
 def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return base pixels of queries (N_query, 2), pixels of keys (N_key, 2), and a mask of those in the image."""
+    """Return base pixels of queries (N_query, 2), pixels of keys (N_key, 2), and a mask of those in
+    the image.
+    """
     height, width = x.shape[-2:]
     py, px = layer.padding
     sy, sx = layer.stride
@@ -110,15 +117,15 @@ def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tops = range(-py, height + py - dy * (ky - 1), sy)
     lefts = range(-px, width + px - dx * (kx - 1), sx)
     bases = torch.tensor([(top + py, left + px) for top in tops for left in lefts])
-    pixels = torch.tensor(
-        [(j, i) for j in range(-py, height + py) for i in range(-px, width + px)]
-    )
+    pixels = torch.tensor([(j, i) for j in range(-py, height + py) for i in range(-px, width + px)])
     inside = [0 <= j < height and 0 <= i < width for j, i in pixels.tolist()]
     return bases, pixels, torch.tensor(inside)
 
 
 def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """Multiply weight (heads * d, C) by the features at pixels, which are zero outside the image: (B, heads, N, d)."""
+    """Multiply weight (heads * d, C) by the features at pixels, which are zero outside the image:
+    (B, heads, N, d).
+    """
     height, width = x.shape[-2:]
     features = [
         x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0])

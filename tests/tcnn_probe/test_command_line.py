@@ -102,8 +102,8 @@ def test_info_lists_versions_threads_and_devices(
     assert "OMP_NUM_THREADS: 13" in lines
     assert "MKL_NUM_THREADS: not set" in lines
     assert (
-        f"torch's threads: {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}"
-        in lines
+        f"torch's threads: {torch.get_num_threads()}, between operators "
+        f"{torch.get_num_interop_threads()}" in lines
     )
     assert lines[-1] == r"device: card 0\x1b, card 1\x1b"
     assert lines[2].startswith("platform: Linux z80, ")
@@ -112,32 +112,22 @@ def test_info_lists_versions_threads_and_devices(
 
 def test_scalars_are_flat_numbers(stores: list[str]) -> None:
     ds = tcnn_probe.open(stores[0])
-    ds = (
-        ds["heads"]
-        .to_dataset()
-        .assign(ds.to_dataset().data_vars)
-        .assign_attrs(ds.attrs)
-    )
+    ds = ds["heads"].to_dataset().assign(ds.to_dataset().data_vars).assign_attrs(ds.attrs)
     flat = tcnn_probe.scalars(ds)
     assert flat["top1"] == 0.6
     entropies = ds.entropy.sel(epoch=1, layer=LAYERS[1])
     assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(entropies.mean().item())
     by_head = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
     assert by_head["top1"] == 0.5
-    assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(
-        epoch=0, layer=LAYERS[0], head=8
-    )
+    assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(epoch=0, layer=LAYERS[0], head=8)
     assert all(
-        isinstance(value, float) and np.isfinite(value)
-        for value in (flat | by_head).values()
+        isinstance(value, float) and np.isfinite(value) for value in (flat | by_head).values()
     )
     with pytest.raises(ValueError, match="expected a recording"):
         tcnn_probe.scalars(ds.drop_attrs())
 
 
-def test_show_prints_the_recording(
-    stores: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_the_recording(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", stores[0]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("ResNet, 2 marks, epoch 0 to 1")
@@ -151,9 +141,7 @@ def test_show_prints_the_recording(
     assert any(line.startswith("types of heads (from ") for line in lines)
 
 
-def test_compare_prints_differences(
-    stores: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_differences(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *stores]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"at epoch 1: {stores[1]} minus {stores[0]}")
@@ -220,9 +208,7 @@ def anatomies(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for marks in (1, 2):
         probes = [*tcnn_probe.DEFAULT, "offset-kernel"]
         with (
-            tcnn_probe.record(
-                model, folder / f"{marks}.zarr", probes=probes
-            ) as recorder,
+            tcnn_probe.record(model, folder / f"{marks}.zarr", probes=probes) as recorder,
             torch.no_grad(),
         ):
             for epoch in range(marks):
@@ -286,17 +272,12 @@ def test_show_counts_types_and_names_the_kernels(
     assert lines[1] == "also recorded: offset-kernel"
     types = tcnn_probe.head_types(tcnn_probe.open(copy)["heads"].dataset)
     last = types.isel(epoch=-1)
-    counts = [
-        f"{(last == name).sum().item()} {name}" for name in sorted({*last.values.flat})
-    ]
+    counts = [f"{(last == name).sum().item()} {name}" for name in sorted({*last.values.flat})]
     uncertain = last.uncertain.sum().item()
     assert uncertain > 0
     counts.append(f"{uncertain} of these uncertain")
     (line,) = (line for line in lines if line.startswith("types of heads"))
-    assert (
-        line
-        == f"types of heads (from {types.attrs['images']} images): " + ", ".join(counts)
-    )
+    assert line == f"types of heads (from {types.attrs['images']} images): " + ", ".join(counts)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +320,9 @@ def test_maps_of_a_picture(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A figure is drawn for a model's name and an image file, with the weights of a checkpoint or none."""
+    """A figure is drawn for a model's name and an image file, with the weights of a checkpoint or
+    none.
+    """
     torch.manual_seed(0)
     picture = tmp_path / "noise.png"
     out = tmp_path / "maps.png"
@@ -394,7 +377,9 @@ class _Crafted:
 def test_maps_with_weights_of_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are those of the file, and a file that holds more than weights is refused and runs no code."""
+    """The weights are those of the file, and a file that holds more than weights is refused and
+    runs no code.
+    """
     weights = tmp_path / "a.pt"
     ran = tmp_path / "ran"
     # The weights are those of a fine-tuned model, with as many classes as its data have.

@@ -1,4 +1,6 @@
-"""Images in common forms become the model's input by timm's own transform, or are refused with a clear message."""
+"""Images in common forms become the model's input by timm's own transform, or are refused with a
+clear message.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -75,9 +77,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     torch.testing.assert_close(as_images(images[0], model), images[:1])
     torch.testing.assert_close(as_images(list(images), model), images)
     # torch.from_numpy refuses views with a negative stride.
-    torch.testing.assert_close(
-        as_images(images.numpy()[:, ::-1], model), images.flip(1)
-    )
+    torch.testing.assert_close(as_images(images.numpy()[:, ::-1], model), images.flip(1))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,7 @@ def test_unsuitable_images_are_refused(
 
 
 def test_pictures_for_a_model_with_an_unknown_transform_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match="a Sequential is unknown, as it is not a timm model"
-    ):
+    with pytest.raises(TypeError, match="a Sequential is unknown, as it is not a timm model"):
         as_images(ARRAY, nn.Sequential())
 
 
@@ -162,9 +160,7 @@ def test_saliency_is_drawn_over_its_own_pictures(
         for saved in (maps, maps.to_dataset(name="class_attention")):
             axes = tcnn_probe.plot.saliency_overlay(saved, picture)
             shown = axes[0, 0].images[0].get_array()
-            np.testing.assert_allclose(
-                shown, drawn.permute(1, 2, 0), atol=1e-6, err_msg=name
-            )
+            np.testing.assert_allclose(shown, drawn.permute(1, 2, 0), atol=1e-6, err_msg=name)
             plt.close("all")
     maps = tcnn_probe.saliency(model, expected)
     with pytest.raises(ValueError, match="how these pictures were cut"):

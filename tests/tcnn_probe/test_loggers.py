@@ -58,7 +58,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def marks() -> Iterator[tcnn_probe.Recorder]:
-    """Mark a healthy ViT, then one with an ill first block, and twice one with an ill second block."""
+    """Mark a healthy ViT, then one with an ill first block, and twice one with an ill second
+    block.
+    """
     model = vit()
     blocks = [block.attn.qkv.weight for block in model.blocks]
     healthy = [weight.clone() for weight in blocks]
@@ -83,7 +85,9 @@ PICTURES = images(3, seed=1)[[0, 2], :1]
 
 
 def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> None:
-    """Draw a figure and compare its maps and image with the recording of the given "NAME/GRID/image N"."""
+    """Draw a figure and compare its maps and image with the recording of the given "NAME/GRID/image
+    N".
+    """
     figure.savefig(BytesIO())
     *panels, _ = figure.axes
     variable, grid, image = name.split("/")
@@ -151,17 +155,13 @@ def test_log_to_wandb(wandb: Run) -> None:
         check_picture(wandb.logged[name], recorder, name[5:])
 
 
-def test_wandb_before_anybody_imports_pyplot(
-    wandb: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_before_anybody_imports_pyplot(wandb: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb's Image looks for ``matplotlib.pyplot`` without importing it."""
     recorder = next(marks())
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     monkeypatch.delattr(mpl, "pyplot", raising=False)
     pyplots = []
-    monkeypatch.setattr(
-        sys.modules["wandb"], "Image", lambda _: pyplots.append(mpl.pyplot)
-    )
+    monkeypatch.setattr(sys.modules["wandb"], "Image", lambda _: pyplots.append(mpl.pyplot))
     tcnn_probe.log_to_wandb(wandb, recorder, PICTURES)
     assert len(pyplots) == 4
 

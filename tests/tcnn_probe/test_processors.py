@@ -1,4 +1,6 @@
-"""Outputs of a processor of transformers, all of which reach the model: texts, masks and ids besides the images."""
+"""Outputs of a processor of transformers, all of which reach the model: texts, masks and ids
+besides the images.
+"""
 
 from typing import Any
 
@@ -70,9 +72,7 @@ def without_images(inputs: dict[str, Any]) -> dict[str, Any]:
     "method", ["input_x_gradient", "gradcam", "integrated_gradients", "occlusion"]
 )
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
-def test_saliency_for_a_text(
-    clip: nn.Module, inputs: dict[str, Any], method: str
-) -> None:
+def test_saliency_for_a_text(clip: nn.Module, inputs: dict[str, Any], method: str) -> None:
     options: dict[str, Any] = {}
     if method == "gradcam":
         options["layer"] = "vision_model.encoder.layers.1.layer_norm1"
@@ -102,18 +102,14 @@ def test_faithfulness_for_texts(clip: nn.Module, inputs: dict[str, Any]) -> None
 # 10 is the number of 3 x 3 patches and a class token.
 @pytest.mark.parametrize("words", [WORDS, 10])
 @pytest.mark.filterwarnings("ignore:no attention maps for 2 layers")
-def test_maps_of_an_image_and_texts(
-    clip: nn.Module, inputs: dict[str, Any], words: int
-) -> None:
+def test_maps_of_an_image_and_texts(clip: nn.Module, inputs: dict[str, Any], words: int) -> None:
     inputs["input_ids"] = torch.randint(3, 19, (TEXTS, words))
     inputs["attention_mask"] = torch.ones(TEXTS, words, dtype=torch.long)
     maps = tcnn_probe.attention_maps(clip, inputs)
     # Only the eager implementation returns its attention.
     clip.set_attn_implementation("eager")
     with torch.no_grad():
-        attentions = clip.vision_model(
-            inputs["pixel_values"], output_attentions=True
-        ).attentions
+        attentions = clip.vision_model(inputs["pixel_values"], output_attentions=True).attentions
     clip.set_attn_implementation("sdpa")
     assert set(maps.children) == {GRID}
     assert all(layer.startswith("vision") for layer in maps[GRID].layer.values)
@@ -145,9 +141,7 @@ def test_ids_of_a_prompt_and_its_image() -> None:
     )
     alone = tcnn_probe.attention_maps(llava.model.vision_tower, images, queries="class")
     # The language model uses the features before the last layer, which is computed anyway.
-    np.testing.assert_allclose(
-        maps[GRID].class_attention, alone[GRID].class_attention, atol=1e-6
-    )
+    np.testing.assert_allclose(maps[GRID].class_attention, alone[GRID].class_attention, atol=1e-6)
 
 
 def test_patches_of_images_of_different_sizes_are_refused(clip: nn.Module) -> None:
@@ -156,9 +150,7 @@ def test_patches_of_images_of_different_sizes_are_refused(clip: nn.Module) -> No
         "pixel_attention_mask": torch.ones(2, 9),
         "spatial_shapes": torch.tensor([[3, 3], [2, 4]]),
     }
-    with pytest.raises(
-        ValueError, match=r"\(2, 9, 192\), patches of images of several"
-    ):
+    with pytest.raises(ValueError, match=r"\(2, 9, 192\), patches of images of several"):
         tcnn_probe.attention_maps(clip, inputs)
     # Of Qwen2-VL, the patches of all images behind each other.
     inputs = {"pixel_values": torch.randn(17, 192), "image_grid_thw": torch.ones(1, 3)}

@@ -1,4 +1,6 @@
-"""Recordings and results are read, typed and drawn with the light core alone, without torch or timm."""
+"""Recordings and results are read, typed and drawn with the light core alone, without torch or
+timm.
+"""
 
 import json
 import subprocess
@@ -199,25 +201,19 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     assert {"scipy", "sklearn"} <= statistics
     lists = (json.dumps([*names]) for names in (absent, statistics))
     command = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr", *lists]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "tcnn-finetune needs torch: pip install torch timm\n"
     # The last line is JSON; the output before is that of `show` and `info`.
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
-    assert shown.endswith(
-        "device: unknown, as importing torch raises ModuleNotFoundError"
-    )
+    assert shown.endswith("device: unknown, as importing torch raises ModuleNotFoundError")
     ticks, gates, types = json.loads(printed)
     ds = recorder.dataset
     assert ticks == ["層", "far"]
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
     # Types are the same with and without torch.
-    assert types == {
-        by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in types
-    }
+    assert types == {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in types}
 
 
 @pytest.mark.study

@@ -35,11 +35,13 @@ def elastic_transform(
     deviation: float,
     corners: float,
 ) -> NDArray[Any]:
-    """Apply a random affine map, then displace by two smooth fields, with linear interpolation and mirrored borders.
+    """Apply a random affine map, then displace by two smooth fields, with linear interpolation and
+    mirrored borders.
 
-    The map moves three points by up to ``corners`` along each axis. A field is uniform noise from -1 to 1, smoothed by
-    a Gaussian of this deviation, times the amplitude. The amplitude is multiplied by the square of the scale: once as a
-    length, and once because white noise is weaker after it is averaged over larger pixels.
+    The map moves three points by up to ``corners`` along each axis. A field is uniform noise from
+    -1 to 1, smoothed by a Gaussian of this deviation, times the amplitude. The amplitude is
+    multiplied by the square of the scale: once as a length, and once because white noise is weaker
+    after it is averaged over larger pixels.
     """
     with needed_for("an elastic transform"):
         from scipy.ndimage import map_coordinates
@@ -53,26 +55,24 @@ def elastic_transform(
         _smoothing(width, deviation * scale),
     )
     right, down = (
-        amplitude
-        * scale**2
-        * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T)
+        amplitude * scale**2 * (smooth_y @ random.uniform(-1, 1, size=(height, width)) @ smooth_x.T)
         for _ in range(2)
     )
     channels = []
     for channel in np.moveaxis(image, -1, 0):
-        # "mirror" is OpenCV's BORDER_REFLECT_101, which the published code uses for the map; for the displacement it
-        # uses SciPy's "reflect".
+        # "mirror" is OpenCV's BORDER_REFLECT_101, which the published code uses for the map; for
+        # the displacement it uses SciPy's "reflect".
         warped = map_coordinates(channel, (from_y, from_x), order=1, mode="mirror")
-        channels.append(
-            map_coordinates(warped, (y + down, x + right), order=1, mode="reflect")
-        )
+        channels.append(map_coordinates(warped, (y + down, x + right), order=1, mode="reflect"))
     return np.stack(channels, -1)
 
 
 def _inverse_affine(
     shape: tuple[int, ...], random: RandomState, scale: float, reach: float
 ) -> NDArray[Any]:
-    """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x, y, 1)."""
+    """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x,
+    y, 1).
+    """
     middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
     # The division by three, its rounding and the choice of corners are those of the published code.
     half = min(reference_shape(shape, scale)) // 3 * scale
@@ -83,29 +83,29 @@ def _inverse_affine(
 
 @lru_cache(maxsize=32)
 def _smoothing(size: int, deviation: float) -> NDArray[Any]:
-    """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than the image."""
+    """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than
+    the image.
+    """
     with needed_for("an elastic transform"):
         from scipy.ndimage import gaussian_filter1d
 
-    # The filter is linear, so its matrix is its result for the unit vectors. truncate is that of the published code;
-    # SciPy's default is 4.
-    return gaussian_filter1d(
-        np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0
-    )
+    # The filter is linear, so its matrix is its result for the unit vectors. truncate is that of
+    # the published code; SciPy's default is 4.
+    return gaussian_filter1d(np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0)
 
 
 def pixelate(
     image: NDArray[Any], random: RandomState, scale: float, *, kept: float
 ) -> NDArray[Any]:
-    """Shrink the image to the share ``kept`` of its sides, and enlarge it again, both with a box filter."""
+    """Shrink the image to the share ``kept`` of its sides, and enlarge it again, both with a box
+    filter.
+    """
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))
     channels = []
     # PIL resizes floating-point images of a single channel only.
     for channel in np.moveaxis(image, -1, 0):
-        boxes = Image.fromarray(channel.astype(np.float32)).resize(
-            small, Image.Resampling.BOX
-        )
+        boxes = Image.fromarray(channel.astype(np.float32)).resize(small, Image.Resampling.BOX)
         channels.append(np.asarray(boxes.resize((width, height), Image.Resampling.BOX)))
     return np.stack(channels, -1).astype(image.dtype)
 
@@ -119,6 +119,4 @@ def jpeg_compression(
         Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(
             file, "JPEG", quality=quality
         )
-        return (
-            np.asarray(Image.open(file), dtype=image.dtype).reshape(image.shape) / 255
-        )
+        return np.asarray(Image.open(file), dtype=image.dtype).reshape(image.shape) / 255

@@ -1,7 +1,7 @@
 """Pictures of frost: the user's photographs, or a texture that replaces them.
 
-We may not distribute the published photographs. The texture has their mean colour and contrast, but accuracies under it
-differ from those under ImageNet-C's frost.
+We may not distribute the published photographs. The texture has their mean colour and contrast, but
+accuracies under it differ from those under ImageNet-C's frost.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from PIL import Image
 
 __all__ = ["crop", "read_photographs", "texture"]
 
-# The texture is twice as large as images, so that the crop of 224 x 224 differs from image to image.
+# The texture is twice as large as images, so that the crop of 224 x 224 differs from image to
+# image.
 _HEIGHT, _WIDTH = 448, 512
 _DIRECTIONS = 6
 # Mean and standard deviation of the published photographs.
@@ -36,12 +37,11 @@ def read_photographs(pictures: Any) -> list[NDArray[Any]]:
         isinstance(x, np.ndarray) for x in pictures
     ):
         raise TypeError(
-            f"expected frost to be a folder, or several arrays (H, W, 3); got {type(pictures).__name__}"
+            "expected frost to be a folder, or several arrays (H, W, 3); got "
+            f"{type(pictures).__name__}"
         )
     if not len(pictures):
-        raise ValueError(
-            "expected at least one picture of frost, .png or .jpg, got none"
-        )
+        raise ValueError("expected at least one picture of frost, .png or .jpg, got none")
     return [_as_picture(array) for array in pictures]
 
 
@@ -53,21 +53,20 @@ def _read(file: Path) -> NDArray[Any]:
 def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
     picture = array / 255 if array.dtype == np.uint8 else np.asarray(array, dtype=float)
     if picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
-        raise ValueError(
-            f"expected a picture of frost of shape (H, W, 3), got {array.shape}"
-        )
+        raise ValueError(f"expected a picture of frost of shape (H, W, 3), got {array.shape}")
     # The condition `min < 0 or max > 1` would let NaN pass.
     if not (picture.min() >= 0 and picture.max() <= 1):
         raise ValueError(
-            f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to {picture.max():.3g}"
+            f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to "
+            f"{picture.max():.3g}"
         )
     return picture
 
 
-def crop(
-    picture: NDArray[Any], shape: tuple[int, int], random: RandomState
-) -> NDArray[Any]:
-    """Crop a random part (h, w, 3) of a picture (H, W, 3), which is enlarged first if it is too small."""
+def crop(picture: NDArray[Any], shape: tuple[int, int], random: RandomState) -> NDArray[Any]:
+    """Crop a random part (h, w, 3) of a picture (H, W, 3), which is enlarged first if it is too
+    small.
+    """
     factor = max(1.0, shape[0] / picture.shape[0], shape[1] / picture.shape[1])
     if factor > 1:
         size = (
@@ -83,10 +82,11 @@ def crop(
 
 @lru_cache(maxsize=1)
 def texture() -> NDArray[Any]:
-    """Create our picture of frost, (448, 512, 3), which is always the same: needles of ice in several directions.
+    """Create our picture of frost, (448, 512, 3), which is always the same: needles of ice in
+    several directions.
 
-    In each direction, the needles are where filtered white noise changes its sign; a second, smoother noise determines
-    where the direction prevails.
+    In each direction, the needles are where filtered white noise changes its sign; a second,
+    smoother noise determines where the direction prevails.
     """
     random = RandomState(0)
     down, right = np.fft.fftfreq(_HEIGHT)[:, None], np.fft.rfftfreq(_WIDTH)[None]
@@ -96,9 +96,7 @@ def texture() -> NDArray[Any]:
             down * np.sin(angle) + right * np.cos(angle),
             right * np.sin(angle) - down * np.cos(angle),
         )
-        response = np.exp(
-            -2 * np.pi**2 * ((length * along) ** 2 + (width * across) ** 2)
-        )
+        response = np.exp(-2 * np.pi**2 * ((length * along) ** 2 + (width * across) ** 2))
         field = np.fft.irfft2(
             np.fft.rfft2(random.normal(size=(_HEIGHT, _WIDTH))) * response,
             s=(_HEIGHT, _WIDTH),
@@ -106,8 +104,6 @@ def texture() -> NDArray[Any]:
         return field / field.std()
 
     angles = np.arange(_DIRECTIONS) * np.pi / _DIRECTIONS
-    ice = np.max(
-        [2 * noise(30, 30) - np.abs(noise(12, 1.2, angle)) for angle in angles], axis=0
-    )
+    ice = np.max([2 * noise(30, 30) - np.abs(noise(12, 1.2, angle)) for angle in angles], axis=0)
     ice = 1 + _CONTRAST / np.mean(_COLOUR) * (ice - ice.mean()) / ice.std()
     return np.clip(ice[..., None] * np.array(_COLOUR), 0, 1)

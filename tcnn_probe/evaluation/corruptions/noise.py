@@ -1,12 +1,14 @@
 """Noise of single pixels: Gaussian, shot and impulse noise.
 
-Here and in the neighbouring files a corruption takes an image, float64 of shape (H, W, C) in [0, 1], which it does not
-modify; a source of random numbers, from which it draws in the order of the published code; the scale
-(:func:`~tcnn_probe.evaluation.corruptions.resampling.scale_of`); and the parameters of one severity, by keyword, with
-lengths in published pixels. It returns an array of the image's shape, which the caller clips to [0, 1]. C is 1 or 3.
+Here and in the neighbouring files a corruption takes an image, float64 of shape (H, W, C) in [0,
+1], which it does not modify; a source of random numbers, from which it draws in the order of the
+published code; the scale (:func:`~tcnn_probe.evaluation.corruptions.resampling.scale_of`); and the
+parameters of one severity, by keyword, with lengths in published pixels. It returns an array of the
+image's shape, which the caller clips to [0, 1]. C is 1 or 3.
 
-The source of all corruptions is Hendrycks & Dietterich 2019, Benchmarking Neural Network Robustness to Common
-Corruptions and Perturbations, §3 and Appendix A; the parameters are those of its code for 224 x 224.
+The source of all corruptions is Hendrycks & Dietterich 2019, Benchmarking Neural Network Robustness
+to Common Corruptions and Perturbations, §3 and Appendix A; the parameters are those of its code for
+224 x 224.
 """
 
 from typing import Any

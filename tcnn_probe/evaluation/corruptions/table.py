@@ -93,7 +93,8 @@ _ALL = (
     _corruption(weather.brightness, added=(0.1, 0.2, 0.3, 0.4, 0.5)),
     _corruption(digital.contrast, kept=(0.4, 0.3, 0.2, 0.1, 0.05)),
     _corruption(
-        # These are multiples of 244 (by 2, 0.7, 0.1 and so on), because the published code has this number, not 224.
+        # These are multiples of 244 (by 2, 0.7, 0.1 and so on), because the published code has this
+        # number, not 224.
         digital.elastic_transform, "the map and the displacements",
         amplitude=(488, 488, 12.2, 17.08, 29.28), deviation=(170.8, 19.52, 2.44, 2.44, 2.44),
         corners=(24.4, 48.8, 4.88, 4.88, 4.88),
@@ -102,9 +103,7 @@ _ALL = (
     _corruption(digital.jpeg_compression, quality=(25, 18, 15, 10, 7)),
 )  # fmt: skip
 
-CORRUPTIONS: Mapping[str, Corruption] = {
-    corruption.name: corruption for corruption in _ALL
-}
+CORRUPTIONS: Mapping[str, Corruption] = {corruption.name: corruption for corruption in _ALL}
 
 
 def named_corruption(name: str) -> Corruption:
@@ -114,9 +113,7 @@ def named_corruption(name: str) -> Corruption:
     if name not in CORRUPTIONS:
         similar = difflib.get_close_matches(name, CORRUPTIONS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(
-            f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}"
-        )
+        raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
     return CORRUPTIONS[name]
 
 
@@ -125,12 +122,8 @@ def named_corruptions(names: str | Collection[str] | None) -> tuple[str, ...]:
     if names is None:
         return tuple(CORRUPTIONS)
     selected = {names} if isinstance(names, str) else set(names)
-    for name in selected.difference(
-        corruption.group for corruption in CORRUPTIONS.values()
-    ):
+    for name in selected.difference(corruption.group for corruption in CORRUPTIONS.values()):
         named_corruption(name)
     return tuple(
-        name
-        for name, corruption in CORRUPTIONS.items()
-        if selected & {name, corruption.group}
+        name for name, corruption in CORRUPTIONS.items() if selected & {name, corruption.group}
     )

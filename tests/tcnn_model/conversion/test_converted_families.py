@@ -1,4 +1,6 @@
-"""Families of timm convnets: stride "keep" gives the CNN's function, "unit" that of a CNN un-strided by hand."""
+"""Families of timm convnets: stride "keep" gives the CNN's function, "unit" that of a CNN
+un-strided by hand.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,9 @@ from tests.tcnn_model.numerics import (
 
 
 def _windows(x: Tensor) -> Tensor:
-    """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
+    """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C,
+    H, W).
+    """
     # Pools of 2 x 2 at stride 1 would lose the last row and column, so these are repeated.
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
     return torch.stack(
@@ -48,7 +52,8 @@ class _Maximum(nn.Module):
 
 class _Blur(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        # This is timm's BlurPool2d of size 3: [1, 2, 1] / 4 along each axis, with a reflected border.
+        # This is timm's BlurPool2d of size 3: [1, 2, 1] / 4 along each axis, with a reflected
+        # border.
         x = F.pad(x, (1, 1, 1, 1), mode="reflect")
         rows = (x[:, :, :-2] + 2 * x[:, :, 1:-1] + x[:, :, 2:]) / 4
         return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:]) / 4
@@ -75,13 +80,9 @@ BY_HAND = {
     "resnetaa50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Average}),
     "resnetblur50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Blur}),
     "resnext50_32x4d": Unstrided(("layer4.0.conv2", "layer4.0.downsample.0")),
-    "resnetv2_50d_gn": Unstrided(
-        (f"{_V2}.conv2",), {f"{_V2}.downsample.pool": _Average}
-    ),
+    "resnetv2_50d_gn": Unstrided((f"{_V2}.conv2",), {f"{_V2}.downsample.pool": _Average}),
     "resnetv2_50x1_bit": Unstrided((f"{_V2}.conv2", f"{_V2}.downsample.conv")),
-    "nf_resnet50": Unstrided(
-        ("stages.3.0.conv2",), {"stages.3.0.downsample.pool": _Average}
-    ),
+    "nf_resnet50": Unstrided(("stages.3.0.conv2",), {"stages.3.0.downsample.pool": _Average}),
     "res2net50_26w_4s": Unstrided(
         (
             *(f"layer4.0.convs.{i}" for i in range(3)),
@@ -96,9 +97,7 @@ BY_HAND = {
             "layer4.0.downsample.0",
         )
     ),
-    "resnest50d": Unstrided(
-        ("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}
-    ),
+    "resnest50d": Unstrided(("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}),
     "darknetaa53": Unstrided((), {"stages.4.conv_down.0": _Average}),
     "cspresnet50": Unstrided(("stages.3.conv_down.conv",)),
     "dla34": Unstrided(("level5.tree1.conv1",), {"level5.downsample": _Maximum}),
@@ -119,9 +118,7 @@ def _unstride_by_hand(cnn: nn.Module, strides: Unstrided) -> nn.Module:
         model.set_submodule(pool, replacement(), strict=True)
     for window in strides.windows:
         conv = model.get_submodule(window)
-        model.set_submodule(
-            window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True
-        )
+        model.set_submodule(window, nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv), strict=True)
         conv.stride = (1, 1)
     return model
 
@@ -131,10 +128,7 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
     tcnn: Any = reparameterize(cnn, **layers, **SHARP)
     features = tcnn.forward_features(x)
     assert_same(features, by_hand.forward_features(x))
-    assert (
-        features.shape[-1]
-        == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
-    )
+    assert features.shape[-1] == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
     assert_same(tcnn(x), by_hand(x))
     # If a layer precedes a norm of gain zero, the outputs agree whatever it computes.
     assert_every_layer_counts(tcnn, x)
@@ -164,7 +158,8 @@ def test_keep_is_the_same_function_in_float32(name: str) -> None:
     assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
 
 
-# There is one model for each way to remove a stride: of convolutions, of a pool, and of 2 x 2 windows.
+# There is one model for each way to remove a stride: of convolutions, of a pool, and of 2 x 2
+# windows.
 EARLIER = {
     "resnext50_32x4d": (
         "layer2",
@@ -183,9 +178,7 @@ EARLIER = {
 def test_earlier_stages_are_unstrided(name: str) -> None:
     """An earlier stage at stride 1 leaves the later ones on a grid twice as large."""
     layers, strides = EARLIER[name]
-    _assert_unstrided(
-        build(name).double(), strides, random(1, 3, 64, 96), layers=layers
-    )
+    _assert_unstrided(build(name).double(), strides, random(1, 3, 64, 96), layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +191,9 @@ def test_earlier_stages_are_unstrided(name: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_unit_contains_the_strided_grid(
-    name: str, block: str, grid: tuple[int, int]
-) -> None:
-    """After the first block of the last stage, every second pixel is the output of the strided block.
+def test_unit_contains_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
+    """After the first block of the last stage, every second pixel is the output of the strided
+    block.
 
     A "same" convolution of an even image starts at its second pixel.
     """

@@ -1,4 +1,6 @@
-"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it is refused."""
+"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it is
+refused.
+"""
 
 import copy
 import re
@@ -74,9 +76,7 @@ def test_layer_equals_the_convolution_and_leaves_it_unchanged(name: str) -> None
     description = describe(conv)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(vars(conv)) == before
-    assert all(
-        torch.equal(value, state[key]) for key, value in conv.state_dict().items()
-    )
+    assert all(torch.equal(value, state[key]) for key, value in conv.state_dict().items())
 
     # A model may be built under the meta device, without values.
     with torch.device("meta"):
@@ -174,7 +174,8 @@ class _Unfolded(nn.Conv2d):
         ),
         (
             _Reflected,
-            "_Reflected computes something other than a single convolution with zero or 'same' padding",
+            "_Reflected computes something other than a single convolution with zero or 'same' "
+            "padding",
         ),
         (_Routed, "_Routed does not run on an image alone"),
         (_Unfolded, "_Unfolded makes 0 calls of conv2d"),
@@ -190,7 +191,9 @@ def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> 
 def test_refusal_that_depends_on_values_leaves_the_model_unchanged(
     inplace: bool,
 ) -> None:
-    """The rehearsal has no values, so this layer is refused only when the model itself is converted."""
+    """The rehearsal has no values, so this layer is refused only when the model itself is
+    converted.
+    """
     model = nn.Sequential(
         nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1)
     )
@@ -216,9 +219,7 @@ def test_forward_of_an_instance_is_refused(name: str) -> None:
         ValueError, match=f"its {name} was replaced by another one, which would be lost"
     ):
         GPSA.from_conv(conv)
-    with pytest.raises(
-        ValueError, match=f"cannot reparameterize '0': its {name} was replaced"
-    ):
+    with pytest.raises(ValueError, match=f"cannot reparameterize '0': its {name} was replaced"):
         reparameterize(nn.Sequential(conv), input_size=(3, 11, 13), inplace=True)
 
 
@@ -230,9 +231,7 @@ class _LowRank(nn.Conv2d):
         self.up = nn.Parameter(torch.ones(5, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(
-            x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias
-        )
+        return F.conv2d(x, self.weight + (self.up @ self.down).view_as(self.weight), self.bias)
 
 
 def test_trainable_update_of_a_frozen_weight_is_refused() -> None:

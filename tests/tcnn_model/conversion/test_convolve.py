@@ -36,16 +36,11 @@ def random_kernels(
 ) -> xr.Dataset:
     draw = np.random.default_rng(0)
     shape = len(chosen), heads
-    on_grid, off_grid = (
-        draw.uniform(0.1, 1, (*shape, *rest)) for rest in (size, (tokens,))
-    )
+    on_grid, off_grid = (draw.uniform(0.1, 1, (*shape, *rest)) for rest in (size, (tokens,)))
     for place, indices in enumerate(chosen.values()):
         others = [head for head in range(heads) if head not in indices]
         on_grid[place, others] = off_grid[place, others] = np.nan
-    offsets = {
-        f"offset_{axis}": np.arange(n) - n // 2
-        for axis, n in zip("yx", size, strict=True)
-    }
+    offsets = {f"offset_{axis}": np.arange(n) - n // 2 for axis, n in zip("yx", size, strict=True)}
     variables = {"offset_kernel": (("layer", "head", *offsets), on_grid)}
     if tokens:
         variables["prefix_kernel"] = (("layer", "head", "prefix_token"), off_grid)
@@ -65,17 +60,15 @@ def dense(kernel: xr.DataArray, prefix: np.ndarray, grid: tuple[int, int]) -> Te
 
 
 def replaced(model: Any, kernels: xr.Dataset, tokens: int) -> nn.Module:
-    """The model with dense attention in place of the chosen heads, in timm's own order of operations."""
+    """The model with dense attention in place of the chosen heads, in timm's own order of
+    operations.
+    """
     model = copy.deepcopy(model)
     for name in kernels.layer.values:
         layer = model.get_submodule(name)
 
-        def forward(
-            x: Tensor, layer: Any = layer, name: str = name, **_: object
-        ) -> Tensor:
-            query, key, value = (
-                layer.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-            )
+        def forward(x: Tensor, layer: Any = layer, name: str = name, **_: object) -> Tensor:
+            query, key, value = layer.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
             query, key = layer.q_norm(query), layer.k_norm(key)
             attention = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1)
             for head in CHOSEN[name]:
@@ -84,9 +77,7 @@ def replaced(model: Any, kernels: xr.Dataset, tokens: int) -> nn.Module:
                 if tokens:
                     prefix = kernels.prefix_kernel.sel(layer=name, head=head).values
                 attention[:, head, tokens:] = dense(kernel, prefix, GRID)
-            return layer.proj(
-                layer.norm((attention @ value).transpose(1, 2).flatten(2))
-            )
+            return layer.proj(layer.norm((attention @ value).transpose(1, 2).flatten(2)))
 
         layer.forward = forward
     return model
@@ -132,9 +123,7 @@ def test_convolved_heads_equal_dense_attention(
     ids=str,
 )
 @pytest.mark.parametrize("heads", [[1, 5], range(6)], ids=["some", "all"])
-def test_heads_of_a_tcnn_equal_dense_attention(
-    options: dict[str, Any], heads: list[int]
-) -> None:
+def test_heads_of_a_tcnn_equal_dense_attention(options: dict[str, Any], heads: list[int]) -> None:
     torch.manual_seed(0)
     layer = tcnn_model.GPSA(
         6, 12, (2, 3), qk_scale=60, gating=0.5, locality_strength=0.4, **options
@@ -154,9 +143,7 @@ def test_heads_of_a_tcnn_equal_dense_attention(
                 for column in range(across.queries):
                     # The first key, in the padding, seen from this query.
                     top = -y.before - (y.first_query + row * y.stride)
-                    left = -across.before - (
-                        across.first_query + column * across.stride
-                    )
+                    left = -across.before - (across.first_query + column * across.stride)
                     weights = padded[33 + top :, 35 + left :][: y.keys, : across.keys]
                     attention[:, head, row, column] = torch.from_numpy(
                         (weights / weights.sum()).ravel()
@@ -165,9 +152,7 @@ def test_heads_of_a_tcnn_equal_dense_attention(
         torch.testing.assert_close(convolved[1].attention(features), attention)
         keys = attention.unflatten(3, (y.keys, across.keys))
         real = keys[..., y.before :, across.before :][..., :7, :11].flatten(3)
-        expected = layer.combine(
-            real @ layer.values(features), layer.gated_attention(features)
-        )
+        expected = layer.combine(real @ layer.values(features), layer.gated_attention(features))
         torch.testing.assert_close(convolved(x), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -186,9 +171,7 @@ def test_the_inverse_of_reparameterize() -> None:
     x = torch.randn(2, 3, 11, 13, dtype=torch.float64)
     back = tcnn_model.convolve(tcnn, kernels)
     torch.testing.assert_close(back(x), cnn(x), rtol=1e-9, atol=1e-9)
-    assert sum(p.numel() for p in back.parameters()) < sum(
-        p.numel() for p in tcnn.parameters()
-    )
+    assert sum(p.numel() for p in back.parameters()) < sum(p.numel() for p in tcnn.parameters())
 
 
 def test_sizes_follow_the_mass_that_they_keep() -> None:
@@ -197,9 +180,7 @@ def test_sizes_follow_the_mass_that_they_keep() -> None:
     rings = np.zeros((9, 13))
     for radius, share in enumerate([0.1, 0.4, 0.3, 0.1]):
         rings[4 + radius, 6] = share
-    kernels["offset_mass"] = kernels.offset_kernel.copy(
-        data=np.full((1, 3, 9, 13), np.nan)
-    )
+    kernels["offset_mass"] = kernels.offset_kernel.copy(data=np.full((1, 3, 9, 13), np.nan))
     kernels["offset_mass"][0, 1] = rings
     kernels["prefix_mass"] = kernels.prefix_kernel * 0 + 0.1
     for mass, size in ((0.2, 1), (0.21, 3), (0.6, 3), (0.9, 5), (0.95, 7), (1, 7)):
@@ -210,14 +191,10 @@ def test_sizes_follow_the_mass_that_they_keep() -> None:
     assert largest.blocks[1].attn.convolution.theta.shape == (1, 9, 11)
 
 
-def test_queries_and_keys_are_dropped_and_the_rest_is_trained_saved_and_loaded() -> (
-    None
-):
+def test_queries_and_keys_are_dropped_and_the_rest_is_trained_saved_and_loaded() -> None:
     model = transformer(class_token=False, global_pool="avg").float()
     kernels = random_kernels(CHOSEN, (9, 13), HEADS, 0)
-    convolved, again = (
-        tcnn_model.convolve(model, kernels, size=3).train() for _ in range(2)
-    )
+    convolved, again = (tcnn_model.convolve(model, kernels, size=3).train() for _ in range(2))
     dropped = 5 * 2 * 11 * (33 + 1)  # queries and keys of five heads, with biases
     kept = sum(p.numel() for p in model.parameters()) - dropped + 5 * 9
     assert sum(p.numel() for p in convolved.parameters()) == kept
@@ -294,9 +271,7 @@ def test_other_arguments_are_refused() -> None:
     for options in ({"mass": 0}, {"size": 4}):
         with pytest.raises(ValueError, match=r"expected (a share|an odd size)"):
             tcnn_model.convolve(model, kernels, **options)
-    beit = timm.create_model(
-        "beit_base_patch16_224", depth=2, embed_dim=12, num_heads=HEADS
-    )
+    beit = timm.create_model("beit_base_patch16_224", depth=2, embed_dim=12, num_heads=HEADS)
     with pytest.raises(ValueError, match=r"is a timm\.models\.beit\.Attention, whose"):
         tcnn_model.convolve(beit, kernels)
     model.blocks[1].attn.register_forward_hook(lambda *_: None)

@@ -21,8 +21,8 @@ def _network(info: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     "info",
-    # These are nearly timm's: a list of numbers, entries without "reduction", other types, and a name that is not a
-    # string.
+    # These are nearly timm's: a list of numbers, entries without "reduction", other types, and a
+    # name that is not a string.
     [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]],
     ids=str,
 )
@@ -78,17 +78,11 @@ def test_feature_info_of_the_class_is_left_alone(inplace: bool) -> None:
 )
 @torch.no_grad()
 def test_feature_extractors_of_timm(name: str, options: dict[str, Any]) -> None:
-    model: Any = on_meta(
-        name, features_only=True, **NARROW.get(name, {}), **options
-    ).eval()
+    model: Any = on_meta(name, features_only=True, **NARROW.get(name, {}), **options).eval()
     tcnn: Any = reparameterize(model)
     x = torch.zeros(1, 3, 96, 128, device="meta")
-    assert tcnn.feature_info.reduction() == [
-        96 // feature.shape[2] for feature in tcnn(x)
-    ]
+    assert tcnn.feature_info.reduction() == [96 // feature.shape[2] for feature in tcnn(x)]
     assert tcnn.feature_info.reduction()[-1] == 16
-    assert model.feature_info.reduction() == [
-        96 // feature.shape[2] for feature in model(x)
-    ]
+    assert model.feature_info.reduction() == [96 // feature.shape[2] for feature in model(x)]
     # copy.deepcopy would leave a GraphModule in training mode.
     assert not any(module.training for module in tcnn.modules())

@@ -34,9 +34,7 @@ LAST_STAGE = {
         *(f"stages.3.blocks.{i}.conv_dw" for i in range(2)),
     ],
     "res2net50_26w_4s": [f"layer4.{i}.convs.{j}" for i in range(2) for j in range(3)],
-    "skresnet50": [
-        f"layer4.{i}.conv2.paths.{j}.conv" for i in range(2) for j in range(2)
-    ],
+    "skresnet50": [f"layer4.{i}.conv2.paths.{j}.conv" for i in range(2) for j in range(2)],
     "resnest50d": [f"layer4.{i}.conv2.conv" for i in range(2)],
     "repvgg_b0": ["stages.3.0.conv_kxk.conv"],
     "xception41": [
@@ -122,9 +120,7 @@ def test_unit_stride_halves_the_reduction(
     cnn = build("resnet50")
     tcnn = reparameterize(cnn, layers=layers)
     assert _reductions(tcnn) == expected
-    features = tcnn.forward_intermediates(
-        torch.zeros(1, 3, 64, 96), intermediates_only=True
-    )
+    features = tcnn.forward_intermediates(torch.zeros(1, 3, 64, 96), intermediates_only=True)
     reductions = [(64 // f.shape[2], 96 // f.shape[3]) for f in features]
     assert reductions == [(r, r) for r in expected]
     assert (
@@ -137,7 +133,9 @@ def test_unit_stride_halves_the_reduction(
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [1, 0])
 def test_sequential_model_with_and_without_padding(padding: int) -> None:
-    """Without padding, the last convolution shrinks its map by a border, which must not count as a stride."""
+    """Without padding, the last convolution shrinks its map by a border, which must not count as a
+    stride.
+    """
     torch.manual_seed(0)
     stage = nn.Sequential(
         nn.Conv2d(5, 7, 3, stride=2, padding=1),
@@ -145,9 +143,7 @@ def test_sequential_model_with_and_without_padding(padding: int) -> None:
         nn.Conv2d(7, 11, 3, padding=padding),
     )
     head = (nn.ReLU(), nn.Conv2d(11, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    cnn = nn.Sequential(
-        nn.Conv2d(2, 5, 5, stride=2, padding=2), nn.ReLU(), stage, *head
-    ).double()
+    cnn = nn.Sequential(nn.Conv2d(2, 5, 5, stride=2, padding=2), nn.ReLU(), stage, *head).double()
     # On even sizes, the strided and the unstrided grid could nest by accident.
     x = random(1, 2, 37, 53)
     if padding == 0:

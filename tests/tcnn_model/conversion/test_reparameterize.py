@@ -1,4 +1,6 @@
-"""Effects of a conversion other than the model's function: copies, modes, dtypes, shared weights, checkpoints."""
+"""Effects of a conversion other than the model's function: copies, modes, dtypes, shared weights,
+checkpoints.
+"""
 
 import copy
 from collections.abc import Callable
@@ -35,13 +37,9 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     values = copy.deepcopy(cnn.state_dict())
     tcnn = reparameterize(cnn)
     assert snapshot(cnn) == before
-    assert all(
-        torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
-    )
+    assert all(torch.equal(value, values[name]) for name, value in cnn.state_dict().items())
     # They share neither memory nor modules, so that training the T-CNN leaves the CNN alone.
-    assert not {p.data_ptr() for p in cnn.parameters()} & {
-        p.data_ptr() for p in tcnn.parameters()
-    }
+    assert not {p.data_ptr() for p in cnn.parameters()} & {p.data_ptr() for p in tcnn.parameters()}
     assert not {id(m) for m in cnn.modules()} & {id(m) for m in tcnn.modules()}
     assert list(gpsa_layers(tcnn)) == CONVERTED
 
@@ -62,9 +60,7 @@ def test_conversion_in_place_replaces_only_what_it_must(cnn: nn.Module) -> None:
     # The shortcut of resnet50d pools with the stride, so its pool is replaced, too.
     replaced = {*CONVERTED, "layer4.0.downsample.0"}
     assert {
-        name
-        for name, module in modules.items()
-        if cnn.get_submodule(name) is not module
+        name for name, module in modules.items() if cnn.get_submodule(name) is not module
     } == replaced
 
 
@@ -111,9 +107,7 @@ def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
         f"{name}.{parameter}" for name in CONVERTED for parameter in added
     ]
     for name in CONVERTED:
-        assert torch.equal(
-            tcnn.get_submodule(name).weight, cnn.get_submodule(name).weight
-        )
+        assert torch.equal(tcnn.get_submodule(name).weight, cnn.get_submodule(name).weight)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])

@@ -1,4 +1,6 @@
-"""Models and arguments that cannot be converted: the message gives the reason, and the model stays as it was."""
+"""Models and arguments that cannot be converted: the message gives the reason, and the model stays
+as it was.
+"""
 
 import re
 from functools import partial
@@ -20,8 +22,8 @@ _refused = partial(assert_refused, reparameterize)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        # The reasons are: no convolutions; none in the last stage; layers that need the smaller grid, after a
-        # convolution or after a pool; computed weights.
+        # The reasons are: no convolutions; none in the last stage; layers that need the smaller
+        # grid, after a convolution or after a pool; computed weights.
         (
             "vit_tiny_patch16_224",
             "no convolution to reparameterize: the last stage of VisionTransformer",
@@ -45,7 +47,8 @@ _refused = partial(assert_refused, reparameterize)
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
-    # The meta device suffices, as a refusal depends on structure alone; these models have full size.
+    # The meta device suffices, as a refusal depends on structure alone; these models have full
+    # size.
     _refused(on_meta(name, num_classes=3), message)
 
 
@@ -95,17 +98,13 @@ def test_bad_image_sizes_are_refused() -> None:
         "could not run ResNet on an image of 5 x 64 x 64: pass the input_size",
         input_size=(5, 64, 64),
     )
-    _refused(
-        cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32)
-    )
+    _refused(cnn, "too small to tell stages apart: .* works on 1 x 1", input_size=(3, 32, 32))
 
 
 def test_a_second_conversion_needs_layers() -> None:
     tcnn = reparameterize(build("resnet18"))
     _refused(tcnn, "already reparameterized .*name further convolutions with layers=")
-    assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(
-        gpsa_layers(tcnn)
-    )
+    assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(gpsa_layers(tcnn))
 
 
 def test_a_layer_of_the_classifier_is_refused() -> None:
@@ -185,12 +184,13 @@ def test_a_pruned_model_is_refused() -> None:
 
 
 def test_wrong_types_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"
-    ):
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"):
         reparameterize("resnet18")  # type: ignore[arg-type]
     cnn: Any = build("resnet18")
     for layers in (3, [3], b"layer4"):
-        message = f"expected layers to be None, a name, a collection of names or a predicate, got {layers!r}"
+        message = (
+            "expected layers to be None, a name, a collection of names or a predicate, got "
+            f"{layers!r}"
+        )
         with pytest.raises(TypeError, match=re.escape(message)):
             reparameterize(cnn, layers=layers)  # type: ignore[arg-type]

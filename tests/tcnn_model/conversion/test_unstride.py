@@ -1,4 +1,6 @@
-"""Operations at stride 1 keep the grid of their input and contain the strided output, or are refused."""
+"""Operations at stride 1 keep the grid of their input and contain the strided output, or are
+refused.
+"""
 
 import copy
 from collections.abc import Callable
@@ -33,10 +35,11 @@ def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> 
     return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
 
 
-# Entries are the operation, its stride s, and a phase for even and for odd sides: the strided output consists of every
-# s-th pixel of the output at stride 1, starting at the phase.
+# Entries are the operation, its stride s, and a phase for even and for odd sides: the strided
+# output consists of every s-th pixel of the output at stride 1, starting at the phase.
 OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
-    # The phase is the pixel at the centre of the first window, rounded down if the centre lies between two pixels.
+    # The phase is the pixel at the centre of the first window, rounded down if the centre lies
+    # between two pixels.
     "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),
     "3 x 3": (nn.Conv2d(3, 5, 3, 2, 1), 2, 0, 0),
     "3 x 3 without padding": (nn.Conv2d(3, 5, 3, 2), 2, 1, 1),
@@ -95,21 +98,22 @@ def test_partners_that_start_at_the_same_pixel_are_accepted() -> None:
         ((12, 18), ("3 x 3", "1 x 1", "blur", "average of 2 x 2")),
         ((15, 9), ("3 x 3 same", "maximum of 3 x 3 same")),
     ):
-        check_phases(
-            [_call(OPERATIONS[name][0].double(), grid, name) for name in names]
-        )
+        check_phases([_call(OPERATIONS[name][0].double(), grid, name) for name in names])
 
 
 @pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
 def test_partners_that_start_at_different_pixels_are_refused(
     grid: tuple[int, int],
 ) -> None:
-    """Trial images have both parities, as both operations start at the first pixel of an odd image."""
+    """Trial images have both parities, as both operations start at the first pixel of an odd
+    image.
+    """
     calls = [
-        _call(OPERATIONS[name][0].double(), grid, name)
-        for name in ("3 x 3 same", "1 x 1 same")
+        _call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")
     ]
-    message = "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
+    message = (
+        "3 x 3 same and 1 x 1 same reduce .* from different first pixels, .*; use stride='keep'"
+    )
     with pytest.raises(ValueError, match=message):
         check_phases(calls)
 
@@ -134,9 +138,7 @@ def test_pools_whose_strided_output_would_be_lost_are_refused(pool: nn.Module) -
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
 def test_operations_that_would_enlarge_the_grid_are_refused(module: nn.Module) -> None:
     # With this much padding, the map at stride 1 would be larger than the input.
-    with pytest.raises(
-        ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"
-    ):
+    with pytest.raises(ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"):
         at_unit_stride(_call(module.double(), (12, 18)), module)
 
 
@@ -154,9 +156,7 @@ class _Block(nn.Module):
 
 def _network(block: nn.Module) -> nn.Sequential:
     """Return a stem and a block, with random weights, in float64."""
-    return disturb(
-        nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
-    )
+    return disturb(nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double())
 
 
 @torch.no_grad()
@@ -180,7 +180,8 @@ class _Attention(nn.Module):
 
     def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        # PVT reduces its keys like this: the stride belongs to the attention, and does not start a stage.
+        # PVT reduces its keys like this: the stride belongs to the attention, and does not start a
+        # stage.
         self.reduce = nn.Conv2d(5, 5, 2, stride=2)
         self.softmax = softmax
 
@@ -201,9 +202,7 @@ def test_convolutions_of_attention_layers_are_left_alone(
     model = nn.Sequential(
         nn.Conv2d(3, 5, 3, stride=2, padding=1),
         _Attention(softmax),
-        nn.Sequential(
-            nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)
-        ),
+        nn.Sequential(nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)),
     )
     meta = meta_copy(model)
     calls = trace(meta, find_input_size(meta))
@@ -212,21 +211,21 @@ def test_convolutions_of_attention_layers_are_left_alone(
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
     assert unit.get_submodule("1.reduce").stride == (2, 2)
     # A layer that the user names is converted all the same.
-    assert list(
-        gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))
-    ) == ["1.reduce"]
+    assert list(gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))) == [
+        "1.reduce"
+    ]
 
 
 class _Half(nn.Module):
-    """Operation that needs channels 1 and 3 of its input, a number of channels that cannot be inferred."""
+    """Operation that needs channels 1 and 3 of its input, a number of channels that cannot be
+    inferred.
+    """
 
     stride = 2
 
     def forward(self, x: Tensor) -> Tensor:
         # Indexing fails on an input with a single channel.
-        return torch.stack([x[:, 3], x[:, 1]], dim=1)[
-            :, :, :: self.stride, :: self.stride
-        ]
+        return torch.stack([x[:, 3], x[:, 1]], dim=1)[:, :, :: self.stride, :: self.stride]
 
 
 def test_an_operation_that_cannot_be_tried_alone_is_refused() -> None:
@@ -271,7 +270,8 @@ class _Nested(nn.Module):
 @torch.no_grad()
 def test_nested_pools_of_a_block_are_unstrided() -> None:
     model = _network(_Nested())
-    # The stem outputs 13 x 17 pixels: the sides are odd, so that the pools leave out a row and a column.
+    # The stem outputs 13 x 17 pixels: the sides are odd, so that the pools leave out a row and a
+    # column.
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]
@@ -343,9 +343,7 @@ def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
     assert_same(reparameterize(cnn, input_size=(1, 64, 64), **SHARP)(x), control(x))
     assert not gpsa_layers(control)
     assert control.state_dict().keys() == before.keys()
-    assert (
-        control.feature_info == reparameterize(cnn, input_size=(1, 64, 64)).feature_info
-    )
+    assert control.feature_info == reparameterize(cnn, input_size=(1, 64, 64)).feature_info
     assert cnn.get_submodule("layer4.0.conv1").stride == (2, 2)
     assert unstride(cnn, input_size=(1, 64, 64), inplace=True) is cnn
 
@@ -355,7 +353,5 @@ def test_a_stage_without_a_stride_is_refused() -> None:
     stage = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1))
     before = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.MaxPool2d(2))
     model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)
-    with pytest.raises(
-        ValueError, match=r"no stride to remove: neither 2\.0, 2\.1 nor"
-    ):
+    with pytest.raises(ValueError, match=r"no stride to remove: neither 2\.0, 2\.1 nor"):
         unstride(model, layers="2")

@@ -26,7 +26,8 @@ def test_limit_is_the_convolution(case: Case) -> None:
     conv = case.conv()
     x = random(2, conv.in_channels, *case.grid)
     assert_same(GPSA.from_conv(conv, qk_dim=case.qk_dim, **SHARP)(x), conv(x))
-    # The default gates and strengths, at which fine-tuning starts, let in content and neighbouring pixels.
+    # The default gates and strengths, at which fine-tuning starts, let in content and neighbouring
+    # pixels.
     assert relative_error(GPSA.from_conv(conv, qk_dim=case.qk_dim)(x), conv(x)) > 0.05
     conv.float()
     assert_same(
@@ -60,9 +61,7 @@ def test_one_layer_runs_at_several_resolutions() -> None:
 def test_padding_given_by_name(
     kernel: tuple[int, int], padding: Literal["same", "valid"], expected: object
 ) -> None:
-    conv = nn.Conv2d(
-        3, 5, kernel, padding=padding, dilation=(2, 1), dtype=torch.float64
-    )
+    conv = nn.Conv2d(3, 5, kernel, padding=padding, dilation=(2, 1), dtype=torch.float64)
     layer = GPSA.from_conv(conv, **SHARP)
     assert layer.padding == expected
     x = random(2, 3, 11, 7)
@@ -96,12 +95,8 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
     layer = GPSA.from_conv(conv)
     assert not layer.training
     assert GPSA.from_conv(nn.Conv2d(3, 5, 3)).training
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {
-        ("meta", torch.float16)
-    }
-    assert [name for name, p in layer.named_parameters() if not p.requires_grad] == [
-        "weight"
-    ]
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float16)}
+    assert [name for name, p in layer.named_parameters() if not p.requires_grad] == ["weight"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +128,8 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
 def test_modules_other_than_plain_convolutions_are_refused(
     module: Callable[[], nn.Module], error: type[Exception], message: str
 ) -> None:
-    """Copying a weight that is computed from other parameters would silently drop the computation."""
+    """Copying a weight that is computed from other parameters would silently drop the
+    computation.
+    """
     with pytest.raises(error, match=message):
         GPSA.from_conv(module())

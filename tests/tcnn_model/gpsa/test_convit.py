@@ -1,4 +1,6 @@
-"""Accelerated ConViT of timm: the function, state and hooks stay the same, and removal restores timm's layers."""
+"""Accelerated ConViT of timm: the function, state and hooks stay the same, and removal restores
+timm's layers.
+"""
 
 import copy
 import pickle
@@ -33,7 +35,9 @@ def _double() -> Iterator[None]:
 
 
 def _model(**options: Any) -> nn.Module:
-    """Return three blocks, two of them gated, on 4 x 4 tokens, with attention that is neither uniform nor Gaussian."""
+    """Return three blocks, two of them gated, on 4 x 4 tokens, with attention that is neither
+    uniform nor Gaussian.
+    """
     torch.manual_seed(0)
     small = {
         "img_size": 32,
@@ -44,11 +48,7 @@ def _model(**options: Any) -> nn.Module:
         # The last block has no gates, so that both kinds of attention are accelerated.
         "local_up_to_layer": 2,
     }
-    model = (
-        timm.create_model("convit_tiny", num_classes=5, **small | options)
-        .double()
-        .eval()
-    )
+    model = timm.create_model("convit_tiny", num_classes=5, **small | options).double().eval()
     # Initially, all layers have the same positions and gates.
     disturb(model, 1, scale=0.5, part="attn")
     with torch.no_grad():
@@ -88,20 +88,18 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
     with accelerate(model):
         output, gradients = run()
     assert_same(output, expected)
-    for name, gradient, exact in zip(
-        leaves, gradients, expected_gradients, strict=True
-    ):
+    for name, gradient, exact in zip(leaves, gradients, expected_gradients, strict=True):
         # Some gradients are zero, and the others near 1.
         torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9, msg=name)
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both gated layers run the accelerated attention, and their gates and positions get gradients."""
+    """Both gated layers run the accelerated attention, and their gates and positions get
+    gradients.
+    """
     calls: list[int] = []
     original = accelerated.attend
-    monkeypatch.setattr(
-        accelerated, "attend", lambda *a: calls.append(1) or original(*a)
-    )
+    monkeypatch.setattr(accelerated, "attend", lambda *a: calls.append(1) or original(*a))
     model = _model()
     with accelerate(model):
         model(_images()).square().sum().backward()
@@ -160,7 +158,8 @@ def test_copies_stay_accelerated_and_work() -> None:
     model = _model()
     with accelerate(model):
         expected = model(_images())
-        # A model is copied for the average of its weights, and pickled for other processes, while it is accelerated.
+        # A model is copied for the average of its weights, and pickled for other processes, while
+        # it is accelerated.
         for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(duplicate(_images()), expected)
 
@@ -173,9 +172,7 @@ def test_attention_maps_are_those_of_timm() -> None:
         tokens = random(2, 16, 36)
         for name in ("blocks.0.attn", "blocks.2.attn"):
             maps = model.get_submodule(name).get_attention_map(tokens, return_map=True)
-            plain_maps = plain.get_submodule(name).get_attention_map(
-                tokens, return_map=True
-            )
+            plain_maps = plain.get_submodule(name).get_attention_map(tokens, return_map=True)
             for actual, expected in zip(maps, plain_maps, strict=True):
                 assert_same(actual, expected)
 
@@ -223,9 +220,7 @@ def test_models_that_cannot_be_accelerated_are_refused() -> None:
         accelerate(model)
     model.set_submodule("blocks.1.attn", _Subclass(36, 3).double())
     before = [type(m) for m in model.modules()]
-    with pytest.raises(
-        ValueError, match=r"'blocks\.1\.attn' is a _Subclass, a subclass which may"
-    ):
+    with pytest.raises(ValueError, match=r"'blocks\.1\.attn' is a _Subclass, a subclass which may"):
         accelerate(model)
     assert [type(m) for m in model.modules()] == before
 

@@ -69,8 +69,11 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
 def test_depthwise_layers_weight_the_values_first(
     multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and gradients equal the equations for any block size, and with a hook on the outputs of heads."""
-    # The threshold is lowered, because so small a map would take the other path, which is faster there.
+    """Output and gradients equal the equations for any block size, and with a hook on the outputs
+    of heads.
+    """
+    # The threshold is lowered, because so small a map would take the other path, which is faster
+    # there.
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
@@ -95,16 +98,12 @@ def test_depthwise_layers_weight_the_values_first(
 def test_gradients_match_finite_differences(groups: int, backend: Backend) -> None:
     torch.manual_seed(0)
     geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
-    layer = GPSA(
-        2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64
-    )
+    layer = GPSA(2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64)
     disturb(layer)
     names, parameters = zip(*layer.named_parameters(), strict=True)
 
     def forward(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(
-            layer, dict(zip(names, values, strict=True)), (x,)
-        )
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
     x = random(1, 2, 2, 5).requires_grad_()
     assert torch.autograd.gradcheck(forward, (x, *parameters))
@@ -150,11 +149,14 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
 
 
 def test_central_weight_at_the_papers_locality_strengths() -> None:
-    """Section 3.1 of the design gives the weight of the central pixel at alpha = 1, 2, 3, 5 and 10."""
+    """Section 3.1 of the design gives the weight of the central pixel at alpha = 1, 2, 3, 5 and
+    10.
+    """
     layer = GPSA(
         1,
         1,
-        # The taps form a row, so that their centres lie on one line; each head has its own locality.
+        # The taps form a row, so that their centres lie on one line; each head has its own
+        # locality.
         (1, 5),
         padding=(0, 2),
         locality_strength=[1, 2, 3, 5, 10],

@@ -1,4 +1,6 @@
-"""gpsa(): values, gradients and statistics of every backend against Eq. (7) in float64, and its errors."""
+"""gpsa(): values, gradients and statistics of every backend against Eq. (7) in float64, and its
+errors.
+"""
 
 from functools import partial
 from typing import Any
@@ -23,9 +25,9 @@ GRIDS = {
 }
 VALUES = {"shared": (True, 11), "per head, wide": (False, 11), "per head": (False, 5)}
 # Fused attention needs values for each head, with as many channels as the queries.
-BACKENDS: list[tuple[Backend, str]] = [
-    (b, v) for b in ("dense", "blocks") for v in VALUES
-] + [("fused", "per head")]
+BACKENDS: list[tuple[Backend, str]] = [(b, v) for b in ("dense", "blocks") for v in VALUES] + [
+    ("fused", "per head")
+]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -48,9 +50,7 @@ def _case(grid: str, values: str, batch: int = 2) -> Case:
 @pytest.mark.parametrize(("backend", "values"), [*BACKENDS, ("auto", "shared")])
 def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) -> None:
     case = _case(grid, values)
-    assert_as_the_equations(
-        partial(gpsa, backend=backend), case.inputs(), case.y, case.x
-    )
+    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(), case.y, case.x)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) 
 def test_blocks_of_any_size_equal_the_equations(
     grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and statistics also equal the equations without gradients, where a single pass computes both."""
+    """Output and statistics also equal the equations without gradients, where a single pass
+    computes both.
+    """
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)
     # Another function runs without gradients.
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            assert_as_the_equations(
-                partial(gpsa, backend="blocks"), case.inputs(), case.y, case.x
-            )
+            assert_as_the_equations(partial(gpsa, backend="blocks"), case.inputs(), case.y, case.x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -84,9 +84,7 @@ def test_narrower_dtypes_equal_the_equations_up_to_rounding(
     backend: Backend, values: str, dtype: torch.dtype
 ) -> None:
     case = _case("padding", values)
-    assert_as_the_equations(
-        partial(gpsa, backend=backend), case.inputs(dtype), case.y, case.x
-    )
+    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(dtype), case.y, case.x)
 
 
 @pytest.mark.parametrize("backend", ["dense", "blocks"])
@@ -146,9 +144,7 @@ def test_autocast_lowers_queries_keys_and_values(backend: Backend) -> None:
 def test_custom_operator_passes_opcheck(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
-    rows, cols = GatedAttention(**arguments).factors_on_pixels(
-        torch.float64, logarithm=True
-    )
+    rows, cols = GatedAttention(**arguments).factors_on_pixels(torch.float64, logarithm=True)
     tensors = (
         arguments["query"],
         arguments["key"],
@@ -158,9 +154,7 @@ def test_custom_operator_passes_opcheck(taps: list[Tensor]) -> None:
         arguments["gate"],
         *taps,
     )
-    torch.library.opcheck(
-        blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors)
-    )
+    torch.library.opcheck(blocks.mix_and_apply, tuple(t.clone().requires_grad_() for t in tensors))
 
 
 # The blocks have a backward of their own, which cannot be differentiated.
@@ -182,9 +176,7 @@ def test_second_derivatives_are_refused_by_the_blocks_backend() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks", "fused"])
 def test_empty_batch_on_every_backend(backend: Backend) -> None:
-    output, statistics = gpsa(
-        **_arguments("per head", batch=0), backend=backend, statistics=True
-    )
+    output, statistics = gpsa(**_arguments("per head", batch=0), backend=backend, statistics=True)
     assert output.shape == (0, 3, 45, 5)
     assert statistics.received.shape == (0, 3, 35)
 
@@ -210,7 +202,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"query": _zeros(2, 45, 5)},
         r"queries of shape \(B, heads, 5 \* 9 = 45, d\), got \(2, 45, 5\)",
     ),
-    # Shapes are those of "padding" above: queries on 5 x 9 pixels, keys on 5 x 7, 3 heads of 5 channels.
+    # Shapes are those of "padding" above: queries on 5 x 9 pixels, keys on 5 x 7, 3 heads of 5
+    # channels.
     ({"query": _zeros(2, 3, 44, 5)}, r"5 \* 9 = 45, d\), got \(2, 3, 44, 5\)"),
     (
         {"key": _zeros(2, 2, 35, 5)},
@@ -263,12 +256,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), REFUSED, ids=[message for _, message in REFUSED]
-)
-def test_arguments_that_do_not_fit_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(
         TypeError if "floating" in message or "Axis" in message else ValueError,
         match=message,

@@ -16,8 +16,8 @@ from tests.tcnn_model.numerics import disturb, random
 
 
 def test_centres_are_the_row_major_offsets_of_the_taps() -> None:
-    # Column-major order, as in ConViT, would give other offsets, and so would exchanged axes, as padding and dilation
-    # differ.
+    # Column-major order, as in ConViT, would give other offsets, and so would exchanged axes, as
+    # padding and dilation differ.
     layer = GPSA(2, 3, (2, 3), padding=(1, 2), dilation=(5, 7))
     expected = [(-1, -2), (-1, 5), (-1, 12), (4, -2), (4, 5), (4, 12)]
     assert [tuple(center) for center in layer.center.tolist()] == expected
@@ -73,29 +73,26 @@ def test_locality_and_gating_per_head() -> None:
     # Values differ between heads, so that a permutation would show.
     alpha = [0.5 + h for h in range(6)]
     gates = [h - 2.0 for h in range(6)]
-    layer = GPSA(
-        2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
-    )
+    layer = GPSA(2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64)
     # In float16 a gate near 1 would be rounded to 1.
     assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32
-    # Strengths are stored through the inverse of softplus and so rounded; gating is stored as it is.
+    # Strengths are stored through the inverse of softplus and so rounded; gating is stored as it
+    # is.
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates
-    assert layer.gate.tolist() == pytest.approx(
-        [1 / (1 + math.exp(-g)) for g in gates], rel=1e-12
-    )
+    assert layer.gate.tolist() == pytest.approx([1 / (1 + math.exp(-g)) for g in gates], rel=1e-12)
 
 
 # These lie on both sides of 4, where torch's softplus becomes linear (5 x 4 = 20 is its threshold).
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
 def test_locality_round_trip(alpha: float) -> None:
-    """The error is rounding, eps / alpha near 0, and less than e^-20 / 5 where torch's softplus is linear."""
+    """The error is rounding, eps / alpha near 0, and less than e^-20 / 5 where torch's softplus is
+    linear.
+    """
     for dtype in (torch.float64, torch.float32):
         layer = GPSA(2, 3, 1, locality_strength=alpha, dtype=dtype)
         tolerance = 4 * torch.finfo(dtype).eps * (1 + 1 / alpha) + 1e-9
-        assert float(layer.locality_strength.detach()) == pytest.approx(
-            alpha, rel=tolerance
-        )
+        assert float(layer.locality_strength.detach()) == pytest.approx(alpha, rel=tolerance)
 
 
 def test_locality_is_the_softplus_of_its_parameter() -> None:
@@ -136,9 +133,7 @@ def test_heads_can_be_edited_before_the_projection(
     copied: Callable[[GPSA], GPSA], groups: int
 ) -> None:
     """Without a head's output, the layer equals the one without the tap of this head."""
-    layer = copied(
-        disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64))
-    )
+    layer = copied(disturb(GPSA(3, 6, (2, 3), padding=1, groups=groups, dtype=torch.float64)))
     x = random(2, 3, 5, 7)
     shapes = []
     without = copy.deepcopy(layer)
@@ -164,9 +159,7 @@ def test_hooks_can_read_queries_and_keys() -> None:
     x = random(2, 3, 5, 7).float()
     outputs: list[Tensor] = []
     for seam in (layer.head_queries, layer.head_keys):
-        seam.register_forward_hook(
-            lambda module, inputs, output: outputs.append(output)
-        )
+        seam.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     layer(x)
     queries, keys = outputs
     for actual, weight, pixels in (
@@ -177,9 +170,7 @@ def test_hooks_can_read_queries_and_keys() -> None:
             "hdc,bcn->bhnd", weight.unflatten(0, (6, layer.qk_dim)), pixels.flatten(2)
         )
         torch.testing.assert_close(actual, expected)
-    assert torch.equal(
-        layer.attention_between(queries, keys, (5, 7)).dense(), layer.attention(x)
-    )
+    assert torch.equal(layer.attention_between(queries, keys, (5, 7)).dense(), layer.attention(x))
 
 
 def test_a_function_mode_sees_the_gates() -> None:
@@ -235,7 +226,8 @@ def test_repr_shows_the_arguments() -> None:
     [
         (
             {"groups": 4},
-            "groups must divide in_channels and out_channels; got groups=4, in_channels=6, out_channels=4",
+            "groups must divide in_channels and out_channels; got groups=4, in_channels=6, "
+            "out_channels=4",
         ),
         ({"groups": 0}, "groups must divide"),
         ({"qk_dim": 0}, "qk_dim must be an integer of at least 1; got 0"),
@@ -277,7 +269,8 @@ def test_bad_inputs_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_a_map_smaller_than_the_kernel_is_refused() -> None:
     layer = GPSA(3, 5, (3, 5), padding=(0, 1), dilation=(2, 1))
-    # A dilation of 2 makes 3 rows span 5, and a padding of 1 makes 3 columns 5: the kernel fits once.
+    # A dilation of 2 makes 3 rows span 5, and a padding of 1 makes 3 columns 5: the kernel fits
+    # once.
     assert layer(torch.zeros(1, 3, 5, 3)).shape == (1, 5, 1, 1)
     # There are too few rows, too few columns, or no rows.
     for grid in ((4, 7), (7, 2), (0, 7)):
@@ -306,14 +299,10 @@ def test_backend_is_kept_and_checked() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, torch.channels_last]
-)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_output_has_the_memory_format_of_the_input(
     memory_format: torch.memory_format, groups: int
 ) -> None:
     # With odd sides and more than one channel, the two formats differ in their strides.
     x = random(2, 3, 5, 7, dtype=torch.float32).to(memory_format=memory_format)
-    assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(
-        memory_format=memory_format
-    )
+    assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(memory_format=memory_format)

@@ -1,4 +1,6 @@
-"""Memory on large maps: no operation makes a tensor of N x N attention weights, not even in a whole model."""
+"""Memory on large maps: no operation makes a tensor of N x N attention weights, not even in a whole
+model.
+"""
 
 import pytest
 import torch
@@ -19,9 +21,7 @@ def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -
     tokens = side * side
     arguments = {
         "query": random(1, heads, tokens, dim, dtype=torch.float32).requires_grad_(),
-        "key": random(
-            1, heads, tokens, dim, seed=1, dtype=torch.float32
-        ).requires_grad_(),
+        "key": random(1, heads, tokens, dim, seed=1, dtype=torch.float32).requires_grad_(),
         "values": random(1, 1, tokens, 7, seed=2, dtype=torch.float32).requires_grad_(),
         "position": gaussian_position(
             torch.ones(heads).double(), random(heads, 2)
@@ -41,9 +41,6 @@ def test_late_stages_at_224_pixels_hold_no_n_by_n_weights() -> None:
         features = model.forward_features(random(1, 3, 224, 224, dtype=torch.float32))
         features.sum().backward()
     assert features.shape == (1, 128, 28, 28)
-    assert all(
-        bool(layer.gating.grad.isfinite().all())
-        for layer in gpsa_layers(model).values()
-    )
+    assert all(bool(layer.gating.grad.isfinite().all()) for layer in gpsa_layers(model).values())
     # The bound is the size of the N x N weights of nine heads.
     assert largest.elements < 9 * 784**2

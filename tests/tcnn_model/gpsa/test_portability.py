@@ -41,24 +41,18 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
 def test_functions_compile_without_graph_breaks(values_of: int) -> None:
     """The layer does not choose these backends by itself; "fused" needs values for each head."""
     axis = Axis(5, 1, 1, 3)
-    # Shapes are (batch, heads, 25 pixels, channels) of queries, keys and values, (heads, 3) of positions, (heads,) of
-    # gates.
+    # Shapes are (batch, heads, 25 pixels, channels) of queries, keys and values, (heads, 3) of
+    # positions, (heads,) of gates.
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
-    leaves = [
-        random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)
-    ]
+    leaves = [random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
     def forward(*tensors: torch.Tensor) -> torch.Tensor:
-        return gpsa(
-            *tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused"
-        )
+        return gpsa(*tensors, y=axis, x=axis, backend="dense" if values_of == 1 else "fused")
 
     expected = forward(*leaves)
     output = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
     assert_same(output, expected)
-    assert_same_gradients(
-        output, expected, {str(tuple(leaf.shape)): leaf for leaf in leaves}
-    )
+    assert_same_gradients(output, expected, {str(tuple(leaf.shape)): leaf for leaf in leaves})
 
 
 def test_copies_compute_the_same(layer: GPSA) -> None:

@@ -52,10 +52,7 @@ def test_factors_are_the_dense_gaussian() -> None:
     for h in range(7):
         squares = torch.tensor(
             [
-                [
-                    (j - b - center[h, 0]) ** 2 + (i - a - center[h, 1]) ** 2
-                    for j, i in keys
-                ]
+                [(j - b - center[h, 0]) ** 2 + (i - a - center[h, 1]) ** 2 for j, i in keys]
                 for b, a in bases
             ]
         ).double()
@@ -81,8 +78,8 @@ def test_separable_application_equals_the_dense_one(value_heads: int) -> None:
 
 def test_far_centres_and_strong_locality_stay_finite() -> None:
     axis = Axis(length=13, stride=2, padding=1, extent=3)
-    # The centre is so far outside the map that exp(-alpha d^2) underflows at every key, and a softmax without shift
-    # gives 0 / 0.
+    # The centre is so far outside the map that exp(-alpha d^2) underflows at every key, and a
+    # softmax without shift gives 0 / 0.
     center = torch.tensor([[500.0, 0.0], [-500.0, 0.0]], dtype=torch.float64)
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
     attention = positional_factors(position, axis, axis)[0]
@@ -102,12 +99,7 @@ def test_same_padding_equals_tensorflows() -> None:
         assert axis.queries == -(-length // stride)
         # Queries sit at the centre of the kernel, so they are pixels of the image.
         assert axis.first_query == (axis.extent - 1) // 2 - axis.before
-        assert (
-            0
-            <= axis.first_query
-            <= axis.first_query + (axis.queries - 1) * stride
-            < length
-        )
+        assert 0 <= axis.first_query <= axis.first_query + (axis.queries - 1) * stride < length
 
 
 @pytest.mark.parametrize(
@@ -116,7 +108,5 @@ def test_same_padding_equals_tensorflows() -> None:
     ids=str,
 )
 def test_invalid_axes_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"
-    ):
+    with pytest.raises(ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"):
         Axis(*arguments)

@@ -1,4 +1,6 @@
-"""Rounding of GPSA in narrower dtypes, against the literal equations in float64 for the same narrow inputs."""
+"""Rounding of GPSA in narrower dtypes, against the literal equations in float64 for the same narrow
+inputs.
+"""
 
 import copy
 from typing import Any
@@ -22,17 +24,13 @@ def _layer() -> GPSA:
 
 
 def _reference(layer: GPSA, x: Tensor) -> Tensor:
-    parameters = {
-        name: p for name, p in layer.named_parameters() if name != "raw_locality"
-    }
+    parameters = {name: p for name, p in layer.named_parameters() if name != "raw_locality"}
     geometry: dict[str, Any] = {
         "stride": layer.stride,
         "padding": layer.padding,
         "dilation": layer.dilation,
     }
-    output = gpsa_reference(
-        x, locality_strength=layer.locality_strength, **parameters, **geometry
-    )
+    output = gpsa_reference(x, locality_strength=layer.locality_strength, **parameters, **geometry)
     return output.reshape(len(x), layer.out_channels, -(-x.shape[2] // 2), x.shape[3])
 
 
@@ -40,8 +38,8 @@ def _reference(layer: GPSA, x: Tensor) -> Tensor:
 def _terms(layer: GPSA, x: Tensor) -> Tensor:
     """Return the sums of absolute terms of a layer's output, taken through all its matrix products.
 
-    They are a hundred times the output. Errors of up to a tenth of their eps were seen in float32 and a fortieth in
-    half precision, so c is a quarter.
+    They are a hundred times the output. Errors of up to a tenth of their eps were seen in float32
+    and a fortieth in half precision, so c is a quarter.
     """
     absolute = copy.deepcopy(layer)
     for name in ("query", "key", "value", "weight", "bias"):
@@ -57,9 +55,7 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
     }
     # The upstream gradient is a placeholder, as only the terms of the output are used.
     upstream = x.new_zeros(*attention.query.shape[:3], x.shape[1])
-    mixed = terms(
-        tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key)
-    )
+    mixed = terms(tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key))
     return absolute.combine(mixed["output"], attention)
 
 
@@ -83,7 +79,9 @@ def test_rounding_of_the_output(dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rounding_of_gradients_in_half_precision(dtype: torch.dtype) -> None:
-    """The bound is 32 eps of the largest, and a wrong sign gives 2; test_functional.py has bounds for the core."""
+    """The bound is 32 eps of the largest, and a wrong sign gives 2; test_functional.py has bounds
+    for the core.
+    """
     narrow = _layer().to(dtype)
     x = random(2, 3, 7, 11, dtype=dtype)
     rounded = copy.deepcopy(narrow).double()
@@ -99,17 +97,14 @@ def test_rounding_of_gradients_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
     """Squared distances overflow float16 at 256 pixels and lose whole pixels in bfloat16."""
-    layer = GPSA(
-        1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype
-    )
+    layer = GPSA(1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype)
     x = random(1, 1, 1, 521).to(dtype)
     weight = layer.weight.double()
     bias = layer.bias.double()
-    # Gates and strengths of 20 make the layer a plain convolution, so torch's convolution in float64 is the oracle.
+    # Gates and strengths of 20 make the layer a plain convolution, so torch's convolution in
+    # float64 is the oracle.
     exact = torch.nn.functional.conv2d(x.double(), weight, bias, padding=(0, 1))
-    bound = torch.nn.functional.conv2d(
-        x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1)
-    )
+    bound = torch.nn.functional.conv2d(x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1))
     assert_rounding(layer(x), exact, bound, 4, dtype, "output")
 
 
@@ -120,8 +115,7 @@ def test_autocast_forward_and_backward() -> None:
         output = layer(x)
     assert output.dtype == torch.bfloat16
     exact, bound = (
-        function(copy.deepcopy(layer).double(), x.double())
-        for function in (_reference, _terms)
+        function(copy.deepcopy(layer).double(), x.double()) for function in (_reference, _terms)
     )
     assert_rounding(output, exact, bound, 0.25, torch.bfloat16, "output")
     output.float().square().mean().backward()

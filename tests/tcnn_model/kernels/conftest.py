@@ -1,4 +1,6 @@
-"""Fixtures of the kernels, which run in Triton's interpreter without a GPU (see tests/conftest.py)."""
+"""Fixtures of the kernels, which run in Triton's interpreter without a GPU (see
+tests/conftest.py).
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +10,9 @@ import torch
 
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
-    """Fail, rather than skip, if the kernels cannot run: tests that silently did not run would prove nothing."""
+    """Fail, rather than skip, if the kernels cannot run: tests that silently did not run would
+    prove nothing.
+    """
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")
         if (

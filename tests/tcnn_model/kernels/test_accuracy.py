@@ -1,4 +1,6 @@
-"""gpsa() with the kernels against the equations in float64: output, statistics and every gradient, in every dtype."""
+"""gpsa() with the kernels against the equations in float64: output, statistics and every gradient,
+in every dtype.
+"""
 
 from functools import partial
 
@@ -11,9 +13,7 @@ from tests.tcnn_model.dense import EXTREMES, NAMES, Case, assert_as_the_equation
 
 CASES = {
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 1, 1, 3), 2, 7, 33, batch=2),
-    "strided": Case(
-        Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 5, shared=False
-    ),
+    "strided": Case(Axis(7, 2, "same", 3), Axis(5, 1, "same", 2), 2, 17, 5, shared=False),
     "unpadded": Case(Axis(7, 1, 0, 3), Axis(5, 1, 0, 3), 2, 1, 1),
     "rows of whole 16 bytes": Case(Axis(3, 1, 1, 3), Axis(5, 1, 1, 3), 1, 8, 16),
 }
@@ -25,9 +25,7 @@ NARROW = [
 on_kernels = partial(gpsa, backend="triton")
 
 
-@pytest.mark.study(
-    but=["unpadded-torch.float16", "rows of whole 16 bytes-torch.float64"]
-)
+@pytest.mark.study(but=["unpadded-torch.float16", "rows of whole 16 bytes-torch.float64"])
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float64) for name in CASES] + NARROW, ids=str
@@ -54,7 +52,9 @@ def test_extreme_gates_and_positions(name: str) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_gradients_match_finite_differences() -> None:
-    """The check takes a random direction of each argument; test_kernels_equal_the_equations covers every element."""
+    """The check takes a random direction of each argument; test_kernels_equal_the_equations covers
+    every element.
+    """
     case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()
 

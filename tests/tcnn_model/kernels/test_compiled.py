@@ -1,4 +1,5 @@
-"""The kernel of softmax statistics, compiled for compute capability 9.0 by Triton's compiler and assembler.
+"""The kernel of softmax statistics, compiled for compute capability 9.0 by Triton's compiler and
+assembler.
 
 Compilation runs in another process, because this one uses Triton's interpreter.
 """
@@ -15,8 +16,8 @@ import torch
 from tcnn_model.kernels import softmax
 
 ROOT = Path(__file__).parents[3]
-# These are a head size that is padded and, in each dtype, the widest that recorders give to the kernel. The command
-# benchmarks/kernel_resources.py compiles all sizes that models have.
+# These are a head size that is padded and, in each dtype, the widest that recorders give to the
+# kernel. The command benchmarks/kernel_resources.py compiles all sizes that models have.
 HEADS = {"bfloat16": [80, 256], "float32": [128]}
 # GPUs of compute capability 8.6 and 8.9 have the least shared memory per program of all since 8.0.
 SHARED = 99 * 1024

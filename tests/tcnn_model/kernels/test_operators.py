@@ -1,4 +1,6 @@
-"""Operators under PyTorch's machinery: strides, compile, partial gradients, and devices without kernels."""
+"""Operators under PyTorch's machinery: strides, compile, partial gradients, and devices without
+kernels.
+"""
 
 import sys
 
@@ -12,7 +14,8 @@ from tests.tcnn_model.cases import CASES
 from tests.tcnn_model.dense import DEVICE, Case, Tensors, gradients
 from tests.tcnn_model.numerics import assert_same, disturb, random
 
-# Without a GPU these kernels run in Triton's interpreter, in Python, so there are only a few pixels.
+# Without a GPU these kernels run in Triton's interpreter, in Python, so there are only a few
+# pixels.
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=1, dim=3, channels=5)
 
 
@@ -46,9 +49,7 @@ def test_inputs_with_any_strides() -> None:
     }
     assert not strided["query"].is_contiguous()
     # Equal to the last bit, as the arithmetic is the same at other addresses.
-    for name, gradient in gradients(
-        run(strided, case), strided, _upstream(output)
-    ).items():
+    for name, gradient in gradients(run(strided, case), strided, _upstream(output)).items():
         assert torch.equal(gradient, expected[name]), name
 
 
@@ -82,9 +83,7 @@ def test_only_the_required_gradients_are_computed(
         monkeypatch.setattr(backward, kernel, None)
     inputs = {key: tensor.detach() for key, tensor in tensors.items()}
     leaf = inputs[name].requires_grad_()
-    assert torch.equal(
-        torch.autograd.grad(run(inputs), leaf, _upstream(output))[0], expected
-    )
+    assert torch.equal(torch.autograd.grad(run(inputs), leaf, _upstream(output))[0], expected)
 
 
 # opcheck itself reads .grad of non-leaf tensors.
@@ -115,9 +114,9 @@ def test_compiles_without_graph_breaks() -> None:
     torch.compiler.reset()
     tensors = CASE.inputs(torch.float32)
     output, statistics = function(**tensors)
-    compiled, compiled_statistics = torch.compile(
-        function, backend="aot_eager", fullgraph=True
-    )(**tensors)
+    compiled, compiled_statistics = torch.compile(function, backend="aot_eager", fullgraph=True)(
+        **tensors
+    )
     assert torch.equal(compiled, output)
     assert torch.equal(output, run(tensors))  # run() asks for no statistics
     assert torch.equal(compiled_statistics.entropy, statistics.entropy)
@@ -128,9 +127,7 @@ def test_compiles_without_graph_breaks() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     tensors = CASE.inputs()
-    (gradient,) = torch.autograd.grad(
-        run(tensors).sum(), tensors["query"], create_graph=True
-    )
+    (gradient,) = torch.autograd.grad(run(tensors).sum(), tensors["query"], create_graph=True)
     with pytest.raises(
         RuntimeError,
         match="differentiated once; for second derivatives use backend='dense'",

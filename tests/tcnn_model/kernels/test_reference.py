@@ -1,4 +1,6 @@
-"""The reference for the kernels: against the equations, and function by function against the kernels."""
+"""The reference for the kernels: against the equations, and function by function against the
+kernels.
+"""
 
 import pytest
 import torch
@@ -10,11 +12,10 @@ from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, term
 from tests.tcnn_model.numerics import assert_rounding, random
 
 CASES = {
-    # Sides are odd and unequal; either axis has a stride; padding is on both sides, on one side or on none.
+    # Sides are odd and unequal; either axis has a stride; padding is on both sides, on one side or
+    # on none.
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
-    "strided": Case(
-        Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False
-    ),
+    "strided": Case(Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False),
     "unpadded": Case(Axis(2, 1, 0, 1), Axis(5, 1, 0, 3), 2, 1, 1),
 }
 pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -35,9 +36,7 @@ def test_reference_equals_the_papers_equations(case: Case) -> None:
 
     table = reference.positional_table(position, grid, torch.float64)
     normaliser, content_entropy = reference.content_normaliser(q, k, statistics=True)
-    out, statistics = reference.mix(
-        q, k, v, normaliser, gate, table, grid, statistics=True
-    )
+    out, statistics = reference.mix(q, k, v, normaliser, gate, table, grid, statistics=True)
     assert statistics is not None
     assert content_entropy is not None
     entropy, distance, received = statistics
@@ -57,9 +56,7 @@ def test_reference_equals_the_papers_equations(case: Case) -> None:
         "gate": dgate,
     }
     results["key"] = reference.backward_keys(q, k, v, normaliser, gate, upstream, mean)
-    results["values"] = reference.backward_values(
-        q, k, v, normaliser, gate, table, grid, upstream
-    )
+    results["values"] = reference.backward_values(q, k, v, normaliser, gate, table, grid, upstream)
     # Bounds on rounding are eight eps times the sums of absolute terms.
     bounds = terms(tensors, case.y, case.x, upstream)
     for name, actual in results.items():
@@ -68,7 +65,9 @@ def test_reference_equals_the_papers_equations(case: Case) -> None:
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 def test_reference_equals_the_kernels(case: Case) -> None:
-    """Results agree to 1e-10 of the largest value: rounding is a hundred times smaller, and mistakes far larger."""
+    """Results agree to 1e-10 of the largest value: rounding is a hundred times smaller, and
+    mistakes far larger.
+    """
     from tcnn_model.kernels import backward, forward, tables
 
     grid = Grid(Line.of(case.y), Line.of(case.x))
@@ -97,6 +96,4 @@ def test_reference_equals_the_kernels(case: Case) -> None:
             if expected is not None:
                 # None stands for statistics that were not requested.
                 largest = float(expected.abs().max())
-                torch.testing.assert_close(
-                    actual, expected, rtol=0, atol=1e-10 * largest, msg=name
-                )
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * largest, msg=name)

@@ -1,8 +1,9 @@
-"""Statistics of softmax attention against loops in float64: the kernel, its reference, and fused attention.
+"""Statistics of softmax attention against loops in float64: the kernel, its reference, and fused
+attention.
 
-The rounding error of a logit is eps times its absolute terms, sum_d |scale q_d k_d| + |mask|. So is that of the largest
-logit, which is subtracted. The relative error of a weight A_j is the sum of both and of their mean over the row; the
-error of a sum over A_j is the same sum of absolute values.
+The rounding error of a logit is eps times its absolute terms, sum_d |scale q_d k_d| + |mask|. So is
+that of the largest logit, which is subtracted. The relative error of a weight A_j is the sum of
+both and of their mean over the row; the error of a sum over A_j is the same sum of absolute values.
 """
 
 import math
@@ -76,7 +77,9 @@ class Case(NamedTuple):
 
 
 def _distance(query: int, key: int) -> float:
-    """Return the distance between a query and a key; a class token lies on the first cell of the grid."""
+    """Return the distance between a query and a key; a class token lies on the first cell of the
+    grid.
+    """
     return math.dist(_position(query, QUERIES), _position(key, KEYS))
 
 
@@ -113,15 +116,10 @@ def by_hand(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
             values, sizes = sums[name]
             values[where] += value
             sizes[where] += terms
-    return {
-        name: torch.from_numpy(arrays).to(DEVICE).unbind(0)
-        for name, arrays in sums.items()
-    }
+    return {name: torch.from_numpy(arrays).to(DEVICE).unbind(0) for name, arrays in sums.items()}
 
 
-def _of_query(
-    query: int, s: NDArray[np.float64], size: NDArray[np.float64]
-) -> dict[str, Any]:
+def _of_query(query: int, s: NDArray[np.float64], size: NDArray[np.float64]) -> dict[str, Any]:
     """Return the statistics of one query, each with the sum of its absolute terms."""
     largest = s.max()
     attention = _softmax(s)
@@ -132,7 +130,8 @@ def _of_query(
         return nothing | {"largest": (largest, 1.0), "received": (attention, attention)}
     largest_size = size.max()
     below = np.maximum(s - largest, -1e4)  # exp(-1e4) is 0 in float64
-    # The errors are those of a logit relative to the largest one, of the weights, and of their mean.
+    # The errors are those of a logit relative to the largest one, of the weights, and of their
+    # mean.
     shift = size + largest_size + abs(below)
     mean_shift = attention @ shift
     rounded = attention * (1 + shift + mean_shift)
@@ -156,11 +155,14 @@ def _of_query(
 
 
 def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
-    """Assert that the error of each statistic is at most 2 eps sum|terms|; the largest seen was 0.9."""
+    """Assert that the error of each statistic is at most 2 eps sum|terms|; the largest seen was
+    0.9.
+    """
     for name, (exact, terms) in by_hand(case).items():
         actual = getattr(measured, name)
         assert actual.dtype == dtype, name
-        # The largest logit of a query that sees no key is -inf, from which no difference can be computed.
+        # The largest logit of a query that sees no key is -inf, from which no difference can be
+        # computed.
         hidden = exact == -torch.inf
         assert torch.equal(actual == -torch.inf, hidden), name
         actual = actual.masked_fill(hidden, 0)
@@ -175,9 +177,7 @@ def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
 def test_reference_equals_loops(form: str, dtype: torch.dtype) -> None:
     case = Case.of(form, dtype)
     options = {"queries": QUERIES, "keys": KEYS, "received": True}
-    measured = reference.attention_statistics(
-        case.query, case.key, SCALE, case.mask, **options
-    )
+    measured = reference.attention_statistics(case.query, case.key, SCALE, case.mask, **options)
     assert_statistics(measured, case, dtype)
 
 
@@ -205,7 +205,9 @@ def test_kernel_equals_loops(form: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("nan_memory")
 def test_kernel_with_the_blocks_of_the_gpu_and_without_grids() -> None:
-    """Queries and keys are views of a model's projection (rows, N, heads, 3, d); some rows have a single query."""
+    """Queries and keys are views of a model's projection (rows, N, heads, 3, d); some rows have a
+    single query.
+    """
     from tcnn_model.kernels import attention_statistics
 
     qkv = random(1, 71, 2, 3, 8, dtype=torch.bfloat16).to(DEVICE)
@@ -281,6 +283,7 @@ def test_fused_attention_equals_loops(dtype: torch.dtype) -> None:
         "received": (attention.sum(-2), rounded.sum(-2)),
     }
     for name, (exact, terms) in expected.items():
-        # Weights on the grid have at most twice the errors of the others: in the sum, and in the normaliser.
+        # Weights on the grid have at most twice the errors of the others: in the sum, and in the
+        # normaliser.
         bound = exact * (2 + 4 * shift[..., 0]) if terms is None else terms
         assert_rounding(getattr(measured, name), exact, bound, 1, dtype, name)

@@ -1,4 +1,6 @@
-"""The kernels of gated attention are tried only where they are switched on, and only as long as they agree."""
+"""The kernels of gated attention are tried only where they are switched on, and only as long as
+they agree.
+"""
 
 from typing import Any
 
@@ -10,7 +12,8 @@ from tcnn_model import Axis, gpsa, kernels
 from tcnn_model.kernels import trial
 from tests.tcnn_model.dense import Case
 
-# Without a GPU these kernels run in Triton's interpreter, in Python, so there are only a few pixels.
+# Without a GPU these kernels run in Triton's interpreter, in Python, so there are only a few
+# pixels.
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=2, dim=3, channels=5)
 
 
@@ -75,9 +78,7 @@ def test_kernels_that_fail_are_not_used(
 
 
 @pytest.mark.parametrize("switch", ["", "0"])
-def test_kernels_are_off_by_default(
-    switch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_off_by_default(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCNN_PROBE_TRITON", switch)
     calls = Calls()
     monkeypatch.setattr(kernels, "gated_attention", calls)

@@ -1,4 +1,6 @@
-"""Graphs of models, by torch.jit.trace, torch.export and torch.fx: one graph holds for any batch and image size."""
+"""Graphs of models, by torch.jit.trace, torch.export and torch.fx: one graph holds for any batch
+and image size.
+"""
 
 import io
 import warnings
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.trace:FutureWarning", "ignore:.*torch.jit.trace:DeprecationWarning"
 )  # fmt: skip
 
-# Of the stage in 1/32 of the resolution, the last size has one more pixel than keys are attended to densely.
+# Of the stage in 1/32 of the resolution, the last size has one more pixel than keys are attended to
+# densely.
 SIZES = [(2, 64, 96), (3, 97, 160), (1, 353, 352)]
 _PATCHES = {"num_classes": 3, "in_chans": 1, "embed_dim": 16, "depth": 2}
 _CONVIT = {
@@ -47,9 +50,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "t-cnn": tiny_tcnn,
     "pooled-per-class": lambda: pooled_cnn(per_class=True),
     "patchconvnet": lambda: timm.create_model("patchconvnet_s20", **_PATCHES),
-    "patchconvnet-multi": lambda: timm.create_model(
-        "patchconvnet_s20_multi", **_PATCHES
-    ),
+    "patchconvnet-multi": lambda: timm.create_model("patchconvnet_s20_multi", **_PATCHES),
     # Its position embedding has the length of one image size.
     "convit": convit,
     "convit-accelerated": accelerated_convit,
@@ -68,9 +69,7 @@ def exported(model: nn.Module, x: Tensor, *, one_size: bool) -> nn.Module:
     auto = torch.export.Dim.AUTO
     sizes = {} if one_size else {2: auto, 3: auto}
     batch = torch.export.Dim("batch", min=1, max=64)
-    return torch.export.export(
-        model, (x,), dynamic_shapes=({0: batch, **sizes},)
-    ).module()
+    return torch.export.export(model, (x,), dynamic_shapes=({0: batch, **sizes},)).module()
 
 
 def symbolic(model: nn.Module, x: Tensor, *, one_size: bool) -> nn.Module:
@@ -106,22 +105,23 @@ def test_graph_of_one_image_size_holds_for_others(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
 def test_onnx_of_the_exporter_that_torch_2_8_prefers() -> None:
-    """It takes the sizes of some operators for constants, and ONNX Runtime has others in float32 only."""
+    """It takes the sizes of some operators for constants, and ONNX Runtime has others in float32
+    only.
+    """
     need("onnx")
     runtime = need("onnxruntime")
     model, file = tiny_tcnn().eval(), io.BytesIO()
     first, *others = images(one_size=False)
     axes = {"x": {0: "batch", 2: "height", 3: "width"}}
-    torch.onnx.export(
-        model, (first,), file, dynamo=False, input_names=["x"], dynamic_axes=axes
-    )
+    torch.onnx.export(model, (first,), file, dynamo=False, input_names=["x"], dynamic_axes=axes)
     session = runtime.InferenceSession(file.getvalue())
     for x in (first, *others):
         (output,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(output), model(x))
 
 
-# Geometries in which queries, padding, or the pixels that hold no query depend on the size in some way.
+# Geometries in which queries, padding, or the pixels that hold no query depend on the size in some
+# way.
 LAYERS: list[dict[str, Any]] = [
     {"kernel_size": (3, 2), "padding": (1, 0)},
     {"kernel_size": (3, 5), "stride": 2, "padding": "same"},
@@ -173,7 +173,9 @@ def test_layer_is_one_node_of_a_symbolic_trace() -> None:
 
 
 def test_exported_program_needs_no_operator_of_this_package() -> None:
-    """Other programs, such as ONNX Runtime, know torch's operators only; blocks are used where they are asked for."""
+    """Other programs, such as ONNX Runtime, know torch's operators only; blocks are used where they
+    are asked for.
+    """
     model = SideBySide(LAYERS[-2:])
     program = torch.export.export(model, (random(1, 6, 12, 13, dtype=torch.float32),))
     # Code without autocast is in graphs of its own.
@@ -185,6 +187,4 @@ def test_exported_program_needs_no_operator_of_this_package() -> None:
         if node.op == "call_function"
     ]
     own = [name for name in operators if name.startswith("tcnn_model")]
-    assert own == [
-        "tcnn_model.mix_and_apply.default"
-    ]  # of the layer with backend="blocks"
+    assert own == ["tcnn_model.mix_and_apply.default"]  # of the layer with backend="blocks"

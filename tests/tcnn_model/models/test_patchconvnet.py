@@ -35,9 +35,7 @@ def test_sizes_as_published(name: str, millions: float, billions: float) -> None
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, 224, 224))
     # The paper gives them to a tenth of a million.
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
-        millions, abs=0.051
-    )
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.051)
     # torch counts a multiply-add as two operations, but the paper counts it as one.
     assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
 
@@ -59,16 +57,15 @@ def test_models_are_in_timms_registry() -> None:
 )
 def test_initial_layer_scales(name: str, scale: float) -> None:
     model = timm.create_model(f"patchconvnet_{name}", embed_dim=8, depth=2)
-    gammas = [
-        parameter for name, parameter in model.named_parameters() if "gamma" in name
-    ]
+    gammas = [parameter for name, parameter in model.named_parameters() if "gamma" in name]
     # There is one in each block of the trunk, and two in the pooling block.
     assert len(gammas) == 2 + 2
     assert {round(value, 9) for gamma in gammas for value in gamma.tolist()} == {scale}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-# The images consist of whole patches or end within a patch; the smallest is one patch and one pixel high.
+# The images consist of whole patches or end within a patch; the smallest is one patch and one pixel
+# high.
 @pytest.mark.parametrize("size", [(48, 80), (50, 71), (17, 33)])
 @torch.no_grad()
 def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
@@ -83,15 +80,14 @@ def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
 
 
 def test_a_patch_is_centred_on_the_first_pixel_of_its_cell() -> None:
-    """The stem's four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels on either side of pixel 16 i."""
-    # There are no blocks, as their 3 x 3 convolutions would see further; in float32 small gradients could be 0.
+    """The stem's four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels on either side of
+    pixel 16 i.
+    """
+    # There are no blocks, as their 3 x 3 convolutions would see further; in float32 small gradients
+    # could be 0.
     model = _small(depth=0).double()
     image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
-    gradient = (
-        torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0]
-        .abs()
-        .sum((0, 1))
-    )
+    gradient = torch.autograd.grad(model.stem(image)[0, :, 2, 3].sum(), image)[0].abs().sum((0, 1))
     rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
     assert rows[0] == 16 * 2 - 15
     assert rows[-1] == 16 * 2 + 15
@@ -106,7 +102,8 @@ def test_transposed_network_gives_the_same_scores_for_transposed_images() -> Non
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            # If axes were exchanged somewhere, as in the original, this would fail on 48 x 80 pixels.
+            # If axes were exchanged somewhere, as in the original, this would fail on 48 x 80
+            # pixels.
             module.weight.copy_(module.weight.transpose(2, 3).clone())
     assert_same(model(x.transpose(2, 3)), expected)
 
@@ -115,8 +112,7 @@ def test_norms_of_the_trunk() -> None:
     batch = _small(norm_layer="batchnorm2d")
     assert all(isinstance(block.norm, nn.BatchNorm2d) for block in batch.blocks)
     assert all(
-        isinstance(block.norm, nn.LayerNorm) and block.norm.eps == 1e-6
-        for block in _small().blocks
+        isinstance(block.norm, nn.LayerNorm) and block.norm.eps == 1e-6 for block in _small().blocks
     )
     assert isinstance(batch.pool.norm, nn.LayerNorm)
     before = batch.blocks[0].norm.running_mean.clone()
@@ -127,7 +123,9 @@ def test_norms_of_the_trunk() -> None:
 
 @torch.no_grad()
 def test_average_pooling() -> None:
-    """Table 5: patches are averaged and normalised, without attention; the pool stays with the classifier."""
+    """Table 5: patches are averaged and normalised, without attention; the pool stays with the
+    classifier.
+    """
     model = _small(global_pool="avg")
     x = torch.randn(2, 3, 48, 80)
     features = model.forward_features(x)
@@ -146,7 +144,9 @@ def test_average_pooling() -> None:
 
 @torch.no_grad()
 def test_linear_stem() -> None:
-    """Table 5: one layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
+    """Table 5: one layer on the pixels of each patch; pixels beyond the last whole patch are left
+    out.
+    """
     model = _small(stem="linear")
     x = torch.randn(2, 3, 50, 71)
     (layer,) = model.stem
@@ -197,9 +197,7 @@ def test_intermediates_equal_those_of_a_loop() -> None:
     assert all(torch.equal(a, b) for a, b in zip(intermediates, expected, strict=True))
     assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
     # timm may stop early to save time: the blocks after the last requested one must not run.
-    model.blocks[2].register_forward_pre_hook(
-        lambda *_: pytest.fail("the last block ran")
-    )
+    model.blocks[2].register_forward_pre_hook(lambda *_: pytest.fail("the last block ran"))
     (second,) = model.forward_intermediates(
         x, indices=[1], stop_early=True, intermediates_only=True
     )
@@ -333,10 +331,7 @@ def test_parameter_groups_for_training() -> None:
         for parameter in group["params"]
     }
     blocks = [f"blocks.{i}.conv1.weight" for i in range(DEPTH)]
-    order = [
-        scales[name]
-        for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")
-    ]
+    order = [scales[name] for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")]
     # The pool is in the group of the last block.
     assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]
 

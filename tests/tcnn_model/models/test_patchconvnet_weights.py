@@ -1,4 +1,6 @@
-"""PatchConvNet's weights under the names of the original implementation: they load and give the same function."""
+"""PatchConvNet's weights under the names of the original implementation: they load and give the
+same function.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +20,9 @@ from tests.tcnn_model.numerics import assert_same, random
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a small original (facebookresearch/deit), with one token or a token per class."""
+    """Yield names and shapes of a small original (facebookresearch/deit), with one token or a token
+    per class.
+    """
     # The stem has the published proportions.
     widths = (3, D // 8, D // 4, D // 2, D)
     yield "cls_token", (1, classes or 1, D)
@@ -126,9 +130,7 @@ def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> 
     torch.save({"model": weights}, file)
     overlay = {"file": str(file), "num_classes": K}
     options = SMALL | options
-    model = timm.create_model(
-        kind, pretrained=True, pretrained_cfg_overlay=overlay, **options
-    )
+    model = timm.create_model(kind, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     return model.eval()
 
 
@@ -154,9 +156,7 @@ def test_a_published_single_token_initialises_a_token_per_class(tmp_path: Path) 
 
 @pytest.mark.parametrize("classes", [None, K])
 @torch.no_grad()
-def test_published_weights_for_other_classes(
-    classes: int | None, tmp_path: Path
-) -> None:
+def test_published_weights_for_other_classes(classes: int | None, tmp_path: Path) -> None:
     weights = _published(classes)
     # The trunk must load although the classifier does not fit.
     model = _load(KINDS[1], weights, tmp_path, num_classes=3)

@@ -53,9 +53,7 @@ def test_parameters_as_published(name: str, millions: float, layers: int) -> Non
     with torch.device("meta"):
         model = timm.create_model(name)
     # The paper gives them to a tenth of a million.
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
-        millions, abs=0.1
-    )
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
     assert len(gpsa_layers(model)) == layers
 
 
@@ -65,9 +63,7 @@ def test_arguments_of_the_cnn_and_of_the_conversion() -> None:
     cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
     # None of these is the default, so that a lost argument shows.
     options = {"stride": "keep", "qk_dim": 5, "backend": "dense"}
-    tcnn = timm.create_model(
-        "t_resnet50", **options, **CONVOLUTIONAL, **arguments
-    ).eval()
+    tcnn = timm.create_model("t_resnet50", **options, **CONVOLUTIONAL, **arguments).eval()
     assert {layer.backend for layer in gpsa_layers(tcnn).values()} == {"dense"}
     assert tcnn.load_state_dict(cnn.state_dict(), strict=False).unexpected_keys == []
     assert {layer.qk_dim for layer in gpsa_layers(tcnn).values()} == {5}
@@ -101,9 +97,7 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
     for name in sorted(NAMES):
         base = name.removeprefix("t_")
         tags = timm.list_models(f"{base}.*", pretrained=True)
-        assert {f"t_{tag}" for tag in tags} == set(
-            timm.list_models(f"{name}.*", pretrained=True)
-        )
+        assert {f"t_{tag}" for tag in tags} == set(timm.list_models(f"{name}.*", pretrained=True))
         for tag in tags:
             config = get_pretrained_cfg(f"t_{tag}")
             expected = get_pretrained_cfg(tag)

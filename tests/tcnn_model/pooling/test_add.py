@@ -1,4 +1,6 @@
-"""add_attention_pool and specialize: the rest of the model is unchanged, and so is timm's interface."""
+"""add_attention_pool and specialize: the rest of the model is unchanged, and so is timm's
+interface.
+"""
 
 import copy
 import itertools
@@ -48,15 +50,10 @@ def test_pooled_model_keeps_the_weights_and_pools_by_attention() -> None:
     before = snapshot(cnn)
     pooled = pooled_cnn(cnn)
     assert snapshot(cnn) == before
-    new = {
-        name
-        for name in pooled.state_dict()
-        if name.startswith("global_pool.attention.")
-    }
+    new = {name for name in pooled.state_dict() if name.startswith("global_pool.attention.")}
     assert set(pooled.state_dict()) == set(cnn.state_dict()) | new
     assert all(
-        torch.equal(pooled.state_dict()[name], value)
-        for name, value in cnn.state_dict().items()
+        torch.equal(pooled.state_dict()[name], value) for name, value in cnn.state_dict().items()
     )
     features = pooled.forward_features(x)
     assert torch.equal(features, cnn.forward_features(x))
@@ -69,10 +66,7 @@ def test_conversion_in_place_and_of_a_copy() -> None:
     cnn = tiny_cnn()
     weights = dict(cnn.named_parameters())
     assert add_attention_pool(cnn, input_size=POOL_SIZE) is not cnn
-    assert (
-        add_attention_pool(cnn, input_size=POOL_SIZE, per_class=True, inplace=True)
-        is cnn
-    )
+    assert add_attention_pool(cnn, input_size=POOL_SIZE, per_class=True, inplace=True) is cnn
     after = dict(cnn.named_parameters())
     assert all(after[name] is parameter for name, parameter in weights.items())
 
@@ -84,9 +78,9 @@ def test_modes_dtype_and_class() -> None:
     for per_class, training_pool in itertools.product((False, True), (False, True)):
         cnn.get_submodule("global_pool").train(training_pool)
         pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
-        assert {
-            module.training for module in pooled.get_submodule("global_pool").modules()
-        } == {training_pool}
+        assert {module.training for module in pooled.get_submodule("global_pool").modules()} == {
+            training_pool
+        }
         modes = {
             name: module.training
             for name, module in cnn.named_modules()
@@ -235,9 +229,7 @@ def test_pool_of_a_cnn_that_is_converted_before_or_afterwards() -> None:
         assert model(x).shape == (2, CLASSES)
         model(x).sum().backward()
         assert all(
-            p.grad is not None
-            for name, p in model.named_parameters()
-            if "attention" in name
+            p.grad is not None for name, p in model.named_parameters() if "attention" in name
         )
         names = {id(p): name for name, p in model.named_parameters()}
         groups = {
@@ -258,11 +250,10 @@ def test_pool_of_a_vgg() -> None:
         attention = pooled.head.global_pool.attention
         assert not any(module.training for module in pooled.modules())
         assert attention.channels == pooled.head_hidden_size == 512
-        assert torch.equal(
-            pooled.forward_head(features, pre_logits=True), attention(features)
-        )
+        assert torch.equal(pooled.forward_head(features, pre_logits=True), attention(features))
         assert pooled(x).shape == (2, 3)
-        # VGG's initialisation has a standard deviation of 0.01, and torch's default for this Linear has 0.026.
+        # VGG's initialisation has a standard deviation of 0.01, and torch's default for this Linear
+        # has 0.026.
         assert 0 < float(pooled.head.fc.weight.std()) < 0.015
         pooled.reset_classifier(5)
         assert pooled(x).shape == (2, 5)
@@ -270,9 +261,7 @@ def test_pool_of_a_vgg() -> None:
         assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
     # The copy's attribute became 512; the original must keep its own.
     assert vgg.head_hidden_size == 4096
-    headless: Any = add_attention_pool(
-        timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01)
-    )
+    headless: Any = add_attention_pool(timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01))
     assert headless(x).shape == (2, 512)
 
 
@@ -282,9 +271,7 @@ def test_pool_of_a_model_outside_timm() -> None:
     x = torch.randn(2, 3, 48, 80)
     pooled: Any = add_attention_pool(model)
     assert type(pooled) is Plain
-    assert torch.equal(
-        pooled(x), model.classifier(pooled.pool.attention(model.trunk(x)))
-    )
+    assert torch.equal(pooled(x), model.classifier(pooled.pool.attention(model.trunk(x))))
     # If a model begins with its pool, no module before it gives the number of channels.
     only_a_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert add_attention_pool(only_a_pool)(x).shape == (2, 3)

@@ -1,4 +1,6 @@
-"""Attention pooling against a slow rewrite from the paper, in float64, and against timm's own block."""
+"""Attention pooling against a slow rewrite from the paper, in float64, and against timm's own
+block.
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,7 +23,9 @@ D, H, W, B, K = 11, 3, 5, 2, 7
 
 
 def disturbed(pool: nn.Module) -> Any:
-    """Return the pool in float64 with disturbed parameters, as the initial LayerScales would hide the block."""
+    """Return the pool in float64 with disturbed parameters, as the initial LayerScales would hide
+    the block.
+    """
     return disturb(pool.double(), scale=0.5)
 
 
@@ -38,12 +42,14 @@ def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
-    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, one pixel at a time.
+    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, one pixel at a
+    time.
 
     Args:
         pool: Pool with the weights.
         features: Feature map.
-        token: Token of a class, which is not among its keys; None for the single token, which is among them.
+        token: Token of a class, which is not among its keys; None for the single token, which is
+            among them.
     """
     block = pool.block
     attention = pool.block.attn
@@ -77,9 +83,7 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     return _norm(token, pool.norm)
 
 
-def slow_tokens(
-    pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]
-) -> Tensor:
+def slow_tokens(pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]) -> Tensor:
     """Pool each image (B, C, H, W) for each token separately: (B, tokens, C)."""
     by_token = []
     for token in tokens:
@@ -170,8 +174,7 @@ def test_attention_with_several_heads(fused: bool) -> None:
     for head in range(3):
         rows = slice(4 * head, 4 * head + 4)
         q, k, v = (
-            x @ m.weight[rows].T + m.bias[rows]
-            for m in (attention.q, attention.k, attention.v)
+            x @ m.weight[rows].T + m.bias[rows] for m in (attention.q, attention.k, attention.v)
         )
         # Tokens are the queries, and patches the keys and values.
         q = q[:, :2]
@@ -191,7 +194,8 @@ def test_initial_values_equal_the_papers() -> None:
     assert pool.block.gamma_1.unique().tolist() == pytest.approx([1e-6])
     assert pool.block.gamma_2.unique().tolist() == pytest.approx([1e-6])
     for weight in (pool.cls_token, pool.block.attn.q.weight, pool.block.mlp.fc1.weight):
-        # With at least 3,200 random weights, the standard deviation has a relative error of at most 1.3 %.
+        # With at least 3,200 random weights, the standard deviation has a relative error of at most
+        # 1.3 %.
         assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
     for name, parameter in pool.named_parameters():
         assert not (name.endswith("bias") and parameter.any()), name
@@ -249,7 +253,9 @@ def test_other_classifiers_are_refused(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
-    """The token leaves its keys, so the output of attention moves away from the token's value, by w0 / (1 - w0)."""
+    """The token leaves its keys, so the output of attention moves away from the token's value, by
+    w0 / (1 - w0).
+    """
     pool = disturbed(AttentionPool2d(D))
     x = random(B, D, H, W)
     block = pool.block
@@ -297,9 +303,7 @@ def test_specialized_pool_shares_the_weights() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     for arguments in ((0,), (5, 0), (-1, 3)):
-        with pytest.raises(
-            ValueError, match="expected at least one channel and one class, got"
-        ):
+        with pytest.raises(ValueError, match="expected at least one channel and one class, got"):
             AttentionPool2d(*arguments)
     single = AttentionPool2d(D)
     per_class = AttentionPool2d(D, K)

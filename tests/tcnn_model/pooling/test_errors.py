@@ -1,4 +1,6 @@
-"""Errors of add_attention_pool and specialize: the message gives the reason, and the model stays as it was."""
+"""Errors of add_attention_pool and specialize: the message gives the reason, and the model stays as
+it was.
+"""
 
 from functools import partial
 from typing import Any
@@ -65,9 +67,7 @@ def test_models_without_a_pool_to_replace_are_refused(
 
 def test_other_models_and_arguments_are_refused() -> None:
     cnn = tiny_cnn()
-    with pytest.raises(
-        TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"
-    ):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"):
         add_attention_pool("resnet18")  # type: ignore[arg-type]
     headless: Any = tiny_cnn()
     headless.reset_classifier(0)
@@ -77,9 +77,7 @@ def test_other_models_and_arguments_are_refused() -> None:
         per_class=True,
     )
     _refused(pooled_cnn(), "ResNet pools by attention already: global_pool.attention")
-    _refused(
-        cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64)
-    )
+    _refused(cnn, "could not run ResNet on an image of 3 x 64 x 64", input_size=(3, 64, 64))
 
 
 def test_modules_with_hooks_are_refused() -> None:
@@ -95,7 +93,8 @@ def test_modules_with_hooks_are_refused() -> None:
             input_size=POOL_SIZE,
         )
     for name in ("pre_logits.fc1", "head.drop"):
-        # Before timm 1.0.21 on_meta allocates the model, and the full head of VGG has 120 million weights.
+        # Before timm 1.0.21 on_meta allocates the model, and the full head of VGG has 120 million
+        # weights.
         vgg = on_meta("vgg11", mlp_ratio=0.01)
         vgg.get_submodule(name).register_forward_hook(lambda *_: None)
         _refused(vgg, f"{name} carries hooks, which would be lost")

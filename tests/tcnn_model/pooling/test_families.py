@@ -1,4 +1,6 @@
-"""Attention pooling on timm convnets of different families: a training step, export, and timm's methods."""
+"""Attention pooling on timm convnets of different families: a training step, export, and timm's
+methods.
+"""
 
 from typing import Any
 
@@ -36,15 +38,15 @@ def _images(name: str) -> torch.Tensor:
 
 
 def _pooled(name: str, *, per_class: bool) -> Any:
-    return disturb(
-        add_attention_pool(small(name), per_class=per_class), part="attention"
-    ).eval()
+    return disturb(add_attention_pool(small(name), per_class=per_class), part="attention").eval()
 
 
 def _trains(model: Any, x: torch.Tensor) -> None:
-    """Assert that a small step lowers the loss of the same batch by about as much as the gradients predict.
+    """Assert that a small step lowers the loss of the same batch by about as much as the gradients
+    predict.
 
-    The labels are the least likely classes, as the loss of other classes may already be 0 in float32.
+    The labels are the least likely classes, as the loss of other classes may already be 0 in
+    float32.
     """
     model.train()
     scores = model(x)
@@ -54,21 +56,19 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None] == []
     (token,) = (
-        gradient
-        for name, gradient in gradients.items()
-        if name.endswith("attention.cls_token")
+        gradient for name, gradient in gradients.items() if name.endswith("attention.cls_token")
     )
     first = next(iter(gradients.values()))
     classifier = model.get_classifier().weight.grad
-    # If the first layer, the token and the classifier have gradients, the layers in between have them, too.
+    # If the first layer, the token and the classifier have gradients, the layers in between have
+    # them, too.
     assert token.any()
     assert first.any()
     assert classifier.any()
     # The step should lower the loss by a thousandth, which float32 still resolves.
     fall = 1e-3 * loss.item()
     slope = sum(
-        float(gradient.square().sum(dtype=torch.float64))
-        for gradient in gradients.values()
+        float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients.values()
     )
     torch.optim.SGD(model.parameters(), fall / slope).step()
     with torch.no_grad():
@@ -101,9 +101,7 @@ def test_families_train_pool_and_reset(name: str, per_class: bool) -> None:
         assert len(model.get_classifier().weight) == 5
         model.reset_classifier(4, "avg")
         assert model.eval()(x).shape == (2, 4)
-        assert not any(
-            isinstance(module, AttentionPool2d) for module in model.modules()
-        )
+        assert not any(isinstance(module, AttentionPool2d) for module in model.modules())
 
 
 def test_pooled_model_exports() -> None:
@@ -116,7 +114,9 @@ def test_pooled_model_exports() -> None:
 @pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
 @torch.no_grad()
 def test_any_head_is_applied_to_each_token_separately(name: str) -> None:
-    """The score of a class equals that of the CNN's head with the class's token in place of the pooled vector."""
+    """The score of a class equals that of the CNN's head with the class's token in place of the
+    pooled vector.
+    """
     # This loop runs the CNN's head once for each class, with the class's token as its pool.
     cnn = small(name).double()
     model = _pooled(name, per_class=True).double()

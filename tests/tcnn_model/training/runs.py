@@ -53,11 +53,13 @@ def assert_same_weights(actual: dict[str, Any], expected: dict[str, Any]) -> Non
 
 # A new interpreter would take seconds to import torch.
 def fork(work: Callable[[], None]) -> int:
-    """Run a function in a fork of this process, which has imported all modules, and return the fork's process id."""
+    """Run a function in a fork of this process, which has imported all modules, and return the
+    fork's process id.
+    """
     if process := os.fork():
         return process
-    # Since Python 3.14, workers that load images are forked by a server, and only the process that started it can use
-    # it.
+    # Since Python 3.14, workers that load images are forked by a server, and only the process that
+    # started it can use it.
     forkserver._forkserver.__init__()  # type: ignore[misc, attr-defined]
     # A rank waits half an hour for another one that died; this alarm ends it earlier.
     signal.alarm(120)

@@ -41,10 +41,10 @@ def _batch(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def test_gates_have_their_own_schedule() -> None:
-    """The schedule is a linear warm-up and a cosine; that of the gates has its own warm-up, and ends at a floor."""
-    optimizer = create_optimizer(
-        tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1
-    )
+    """The schedule is a linear warm-up and a cosine; that of the gates has its own warm-up, and
+    ends at a floor.
+    """
+    optimizer = create_optimizer(tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1)
     gate_settings = {
         "warmup_epochs": 1,
         "gating_warmup_epochs": 3,
@@ -62,7 +62,8 @@ def test_gates_have_their_own_schedule() -> None:
             if step < warmup:
                 expected = peak * step / warmup
             assert group["lr"] == pytest.approx(expected)
-    # Without their own warm-up or floor, the rate of the gates stays proportional to the other rates.
+    # Without their own warm-up or floor, the rate of the gates stays proportional to the other
+    # rates.
     joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
     for schedule in joint_schedules:
         schedule.step_update(34)
@@ -97,11 +98,7 @@ def test_clipped_gradient_has_the_given_norm(tmp_path: Path) -> None:
     training = _training(config(tmp_path, clip_grad=1e-3))
     training.make_step((_batch(4),), update=2)
     norm = torch.stack(
-        [
-            p.grad.double().square().sum()
-            for p in training.model.parameters()
-            if p.grad is not None
-        ]
+        [p.grad.double().square().sum() for p in training.model.parameters() if p.grad is not None]
     )
     # torch divides by the norm plus 1e-6.
     assert float(norm.sum().sqrt()) == pytest.approx(1e-3, rel=1e-4)
@@ -122,29 +119,24 @@ def test_clipped_gradient_has_the_given_norm(tmp_path: Path) -> None:
 def test_equivalent_ways_to_compute_the_gradient(
     ways: dict[str, Any], eps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """compile uses a backend that runs the captured graph eagerly; float16 uses a gradient scaler, even on the CPU."""
+    """compile uses a backend that runs the captured graph eagerly; float16 uses a gradient scaler,
+    even on the CPU.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tiny = {
         "model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3},
-        # This limit is never reached, but with it float16 must undo its scaling before the norm is computed.
+        # This limit is never reached, but with it float16 must undo its scaling before the norm is
+        # computed.
         "clip_grad": 1e9,
     }
     batch = _batch(4)
     gradients = []
     for further in ({}, ways):
-        training = _training(
-            config(tmp_path, "deit_tiny_patch16_224", **tiny, **further)
-        )
+        training = _training(config(tmp_path, "deit_tiny_patch16_224", **tiny, **further))
         training.train_mode()
         training.make_step((batch,), update=2)
         gradients.append(
-            torch.cat(
-                [
-                    p.grad.flatten()
-                    for p in training.model.parameters()
-                    if p.grad is not None
-                ]
-            )
+            torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])
         )
         assert set(training.model.state_dict()) == {
             name for name, _ in training.model.named_parameters()
@@ -157,9 +149,7 @@ def test_equivalent_ways_to_compute_the_gradient(
 def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
     settings = config(tmp_path, sync_bn=True)
     with pytest.raises(ValueError, match=r"sync_bn: .* between GPUs only, got the CPU"):
-        build_training(
-            settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu"))
-        )
+        build_training(settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu")))
 
 
 def test_frozen_parameters_and_statistics_stay(tmp_path: Path) -> None:
@@ -177,9 +167,7 @@ def test_frozen_parameters_and_statistics_stay(tmp_path: Path) -> None:
         if not torch.equal(value, before[name])
     }
     assert changed
-    assert not [
-        n for n in changed if n.startswith(("layer1", "bn1")) or n.endswith(".weight")
-    ]
+    assert not [n for n in changed if n.startswith(("layer1", "bn1")) or n.endswith(".weight")]
 
 
 def test_moving_average_of_the_weights(tmp_path: Path) -> None:
@@ -188,20 +176,17 @@ def test_moving_average_of_the_weights(tmp_path: Path) -> None:
     training.make_step((_batch(4),), update=2)
     assert training.ema is not None
     expected = 0.75 * before + 0.25 * training.model.get_parameter("fc.weight").detach()
-    torch.testing.assert_close(
-        training.ema.module.get_parameter("fc.weight").detach(), expected
-    )
+    torch.testing.assert_close(training.ema.module.get_parameter("fc.weight").detach(), expected)
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_conversion_keeps_the_optimizer_state_of_surviving_weights(
     keep: bool, tmp_path: Path
 ) -> None:
-    # At 32 pixels, the last stage of a ResNet has a single pixel, which is too few to tell stages apart.
+    # At 32 pixels, the last stage of a ResNet has a single pixel, which is too few to tell stages
+    # apart.
     training = _training(
-        settings := config(
-            tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5
-        )
+        settings := config(tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5)
     )
     assert not training.optimizer.param_groups[0].get("nesterov")
     training.make_step((_batch(4, 64),), update=2)
@@ -218,9 +203,7 @@ def test_conversion_keeps_the_optimizer_state_of_surviving_weights(
     assert set(momenta) == set(survivors)
     for name in survivors:
         state = training.optimizer.state.get(names[name], {})
-        assert (
-            torch.equal(state["momentum_buffer"], momenta[name]) if keep else not state
-        )
+        assert torch.equal(state["momentum_buffer"], momenta[name]) if keep else not state
     assert {group["name"] for group in training.optimizer.param_groups} == {
         "gates",
         "decayed",
@@ -337,21 +320,19 @@ def test_transformer_teaches_at_the_students_image_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("distillation", ["hard", "soft"])
 @pytest.mark.parametrize("returns_object", [False, True])
 def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
-    """The loss combines those of labels and teacher; the teacher sees images with its own normalisation."""
+    """The loss combines those of labels and teacher; the teacher sees images with its own
+    normalisation.
+    """
     pytest.importorskip("timm.task")
     teacher = _Teacher()
-    model = timm.create_model(
-        "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
-    )
+    model = timm.create_model("resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5)
     judge = Logits(teacher) if returns_object else teacher
     # The teacher's normalisation differs from the student's.
     judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images = torch.randn(4, 3, 32, 32)
     labels = torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
-    task = create_task(
-        model, model.eval(), criterion, teacher=judge, distillation=distillation
-    )
+    task = create_task(model, model.eval(), criterion, teacher=judge, distillation=distillation)
     result = task(images, labels)
     scores = model(images).detach().double()
     logs = scores.log_softmax(1)
@@ -367,8 +348,7 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
     # The loss is computed in float32.
     assert float(result["loss"].detach()) == pytest.approx(float(expected), rel=1e-5)
     mean, std = (
-        torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1)
-        for name in ("mean", "std")
+        torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1) for name in ("mean", "std")
     )
     torch.testing.assert_close(teacher.seen[0], (images * std + mean - 0.5) / 0.5)
     # The optimizer must not train the weights of the teacher.
@@ -393,15 +373,11 @@ def test_losses_by_hand(mixed: bool) -> None:
 
 
 def test_options_reach_the_model(tmp_path: Path) -> None:
-    settings = config(
-        tmp_path, img_size=64, unstride=True, drop_path=0.2, uniform_drop_path=True
-    )
+    settings = config(tmp_path, img_size=64, unstride=True, drop_path=0.2, uniform_drop_path=True)
     model: Any = build_model(settings, 10)[0]
     assert model.layer4[0].conv1.stride == (1, 1)
     assert [
-        block.drop_path.drop_prob
-        for stage in (model.layer1, model.layer4)
-        for block in stage
+        block.drop_path.drop_prob for stage in (model.layer1, model.layer4) for block in stage
     ] == [0.2, 0.2]
     # Weights are drawn from the seed of the run, whatever was drawn before.
     torch.manual_seed(5)

@@ -79,7 +79,9 @@ def test_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_resumed_epochs_have_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    """The last epoch of the checkpoint is validated again, so that a recorder sees the trained weights in eval mode."""
+    """The last epoch of the checkpoint is validated again, so that a recorder sees the trained
+    weights in eval mode.
+    """
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
     model = tiny_tcnn()
     modes = []
@@ -145,7 +147,8 @@ SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [
 
 def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
-    # A refused run must change neither the file nor the model, of which it would set the stochastic depth.
+    # A refused run must change neither the file nor the model, of which it would set the stochastic
+    # depth.
     written = (tmp_path / "run.pt").read_bytes()
     model = tiny_tcnn()
     before = copy.deepcopy(model.state_dict())
@@ -157,9 +160,7 @@ def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
         ):
             _run(model, tmp_path / "run.pt", **changed)
     assert (tmp_path / "run.pt").read_bytes() == written
-    assert all(
-        torch.equal(value, before[name]) for name, value in model.state_dict().items()
-    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert repr(model) == shown
 
 
@@ -170,12 +171,12 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Data set that changes images with the global generators of Python and NumPy, as many augmentations do."""
+    """Data set that changes images with the global generators of Python and NumPy, as many
+    augmentations do.
+    """
 
     def __init__(self) -> None:
-        self._images = torch.randn(
-            6, 1, 32, 32, generator=torch.Generator().manual_seed(0)
-        )
+        self._images = torch.randn(6, 1, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self._images)
@@ -187,9 +188,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
 
 def _augmented(**options: Any) -> DataLoader[tuple[Tensor, int]]:
-    return DataLoader(
-        Augmented(), 3, shuffle=True, generator=torch.Generator(), **options
-    )
+    return DataLoader(Augmented(), 3, shuffle=True, generator=torch.Generator(), **options)
 
 
 def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
@@ -245,7 +244,9 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
     tmp_path: Path,
 ) -> None:
-    """Some of these bits make torch take the tensor for a folder, and return uninitialised memory."""
+    """Some of these bits make torch take the tensor for a folder, and return uninitialised
+    memory.
+    """
     path = tmp_path / "tensors.pt"
     values = torch.arange(7.0)
     write_checkpoint(path, {"values": values})
@@ -274,8 +275,6 @@ def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
     sync = os.fsync
     replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), sync(file)))
-    monkeypatch.setattr(
-        os, "replace", lambda *names: (done.append("replace"), replace(*names))
-    )
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
     assert done == ["fsync", "replace", "fsync"]

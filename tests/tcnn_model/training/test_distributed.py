@@ -1,4 +1,6 @@
-"""Two processes train like one: with the same images and the same loss, and each validation image once."""
+"""Two processes train like one: with the same images and the same loss, and each validation image
+once.
+"""
 
 import os
 import socket
@@ -27,14 +29,15 @@ from tests.tcnn_model.training.runs import (
     last_checkpoint,
 )
 
-# The model has layer norms only, as batch norms would see other batches. The 27 validation images divide into 14 and
-# 13.
+# The model has layer norms only, as batch norms would see other batches. The 27 validation images
+# divide into 14 and 13.
 PLAIN: dict[str, Any] = {
     "model": "deit_tiny_patch16_224",
     "limit": 27,
     "epochs": 2,
     "lr": 1e-3,
-    # The augmentation draws random numbers, which have to depend on the image and not on the process.
+    # The augmentation draws random numbers, which have to depend on the image and not on the
+    # process.
     "random_erasing": 0.5,
 }
 PLAIN |= {
@@ -53,13 +56,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     return finish(config(folder, **PLAIN, batch_size=8)), folder
 
 
-def _of_rank(
-    settings: Config, rank: int, port: int, *, resume: bool, stop: int | None
-) -> None:
+def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update(
-        {name: str(value) for name, value in names.items()}
-        | {"MASTER_ADDR": "127.0.0.1"}
+        {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
     )
     make_step = loop.Training.make_step
     steps = []
@@ -82,9 +82,7 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"resume": resume, "stop": stop}
-    processes = [
-        fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)
-    ]
+    processes = [fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)]
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
 
 
@@ -93,25 +91,24 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
 def test_two_processes_train_like_one(
     distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """Losses, weights and recorded statistics agree; with FSDP, the run is also killed and resumed."""
-    settings = config(
-        tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1
-    )
+    """Losses, weights and recorded statistics agree; with FSDP, the run is also killed and
+    resumed.
+    """
+    settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
     if distribute == "fsdp":
         _in_two(settings, stop=4)
     _in_two(settings, resume=distribute == "fsdp")
     two = last_checkpoint(settings)
     expected, folder = single
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
-        # Two ranks add their gradients in another order than one process, and training amplifies the rounding.
+        # Two ranks add their gradients in another order than one process, and training amplifies
+        # the rounding.
         assert actual == pytest.approx(target, rel=1e-4)
     # If an image were validated twice, the denominator would differ.
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
-    recorded, alone = (
-        xr.open_zarr(place / "recording.zarr") for place in (tmp_path, folder)
-    )
+    recorded, alone = (xr.open_zarr(place / "recording.zarr") for place in (tmp_path, folder))
     assert recorded.images.values.tolist() == [[27]] * 3
     for name in alone.data_vars:
         np.testing.assert_allclose(
@@ -153,9 +150,7 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
             validated, rel=8 * torch.finfo(torch.float32).eps
         )
 
-    killed = config(
-        tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1
-    )
+    killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
     _in_two(killed, stop=4)
     _in_two(killed, resume=True)
     assert_same_weights(last_checkpoint(killed), complete)
@@ -202,18 +197,10 @@ def test_each_image_is_in_one_process_only(count: int, tmp_path: Path) -> None:
 
     shares = [numbers(rank) for rank in range(count)]
     validated = sorted(
-        index
-        for _, batches in shares
-        for _, labels in batches
-        for index in labels.tolist()
+        index for _, batches in shares for _, labels in batches for index in labels.tolist()
     )
     assert validated == list(range(13))
-    trained = [
-        index
-        for batches, _ in shares
-        for _, labels in batches
-        for index in labels.tolist()
-    ]
+    trained = [index for batches, _ in shares for _, labels in batches for index in labels.tolist()]
     assert len(trained) == 31 // (4 * count) * 4 * count
     times = [trained.count(index) for index in {*trained}]
     # Each image occurs as often as augmentation is repeated.

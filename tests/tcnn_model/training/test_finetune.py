@@ -28,9 +28,7 @@ from tests.tcnn_model.tiny_models import (
 
 def _run(model: nn.Module, **arguments: Any) -> list[FinetuningResult]:
     defaults = {"epochs": 3, "warmup_epochs": 1, "seed": 0, "progress": False}
-    return list(
-        finetune(model, batches(), validation_batches(), **{**defaults, **arguments})
-    )
+    return list(finetune(model, batches(), validation_batches(), **{**defaults, **arguments}))
 
 
 def _log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -53,12 +51,8 @@ def test_epoch_zero_is_the_model_before_training() -> None:
     assert first.epoch == 0
     assert math.isnan(first.train_loss)
     assert math.isnan(first.train_top1)
-    assert all(
-        torch.equal(value, before[name]) for name, value in model.state_dict().items()
-    )
-    assert (first.val_loss, first.top1) == evaluate(
-        model, validation_batches(), progress=False
-    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (first.val_loss, first.top1) == evaluate(model, validation_batches(), progress=False)
 
 
 def test_training_learns() -> None:
@@ -66,7 +60,8 @@ def test_training_learns() -> None:
     gates = [layer.gate.detach().clone() for layer in gpsa_layers(model).values()]
     results = _run(model, epochs=12, lr=3e-3, label_smoothing=0.0)
     assert [result.epoch for result in results] == list(range(13))
-    # Eleven images can be learned by heart: without steps, or with steps uphill, the loss would not fall.
+    # Eleven images can be learned by heart: without steps, or with steps uphill, the loss would not
+    # fall.
     assert results[-1].train_loss < 0.8 * results[1].train_loss
     for before, layer in zip(gates, gpsa_layers(model).values(), strict=True):
         # At the rate of the weights, the gates would have moved a thirtieth as far.
@@ -75,14 +70,17 @@ def test_training_learns() -> None:
 
 def test_models_that_return_an_object_with_logits() -> None:
     """Training and evaluation use its scores like a plain tensor."""
-    # Results are compared in printed form, as dataclasses with NaN are not equal from Python 3.13 on.
+    # Results are compared in printed form, as dataclasses with NaN are not equal from Python 3.13
+    # on.
     trained = _run(Logits(tiny_cnn()))[1:]
     expected = _run(tiny_cnn())[1:]
     assert repr(trained) == repr(expected)
 
 
 def test_training_results_by_hand() -> None:
-    """The first step of a warm-up has rate 0, so that the first two batches meet the same weights."""
+    """The first step of a warm-up has rate 0, so that the first two batches meet the same
+    weights.
+    """
     model = tiny_tcnn()
     loader = batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
@@ -112,7 +110,9 @@ def test_training_results_by_hand() -> None:
 
 
 def test_shares_of_classes_are_used_as_targets_unchanged() -> None:
-    """Label smoothing is for indices; mixed targets are smoothed, if at all, by the code that mixes them."""
+    """Label smoothing is for indices; mixed targets are smoothed, if at all, by the code that mixes
+    them.
+    """
     images, labels = next(iter(batches()))
     mixed_in = torch.roll(labels, 1)
     # The only step uses the loss at these weights, with the statistics of this batch.
@@ -135,9 +135,7 @@ def test_shares_of_classes_are_used_as_targets_unchanged() -> None:
         -(0.7 * row[label] + 0.3 * row[second])
         for row, label, second in zip(logarithms, labels, mixed_in, strict=True)
     ]
-    assert result.train_loss == pytest.approx(
-        float(sum(losses)) / len(losses), rel=1e-5
-    )
+    assert result.train_loss == pytest.approx(float(sum(losses)) / len(losses), rel=1e-5)
     right = (logarithms.argmax(1) == labels).double().mean()
     assert result.train_top1 == pytest.approx(float(right))
 
@@ -163,9 +161,7 @@ def test_evaluation_restores_every_mode() -> None:
     before = {name: module.training for name, module in model.named_modules()}
     buffers = copy.deepcopy(dict(model.named_buffers()))
     evaluate(model, batches(), progress=False)
-    assert all(
-        torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers()
-    )
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert {name: module.training for name, module in model.named_modules()} == before
     with pytest.raises(RuntimeError):
         evaluate(
@@ -183,12 +179,8 @@ def test_learning_rates_are_a_warm_up_and_a_cosine() -> None:
     assert results[0].lr == 0.0
     for result in results[1:]:
         last_step = result.epoch * steps - 1
-        cosine = 0.5 * (
-            1 + math.cos(math.pi * (last_step / steps - warmup) / (epochs - warmup))
-        )
-        expected = peak * (
-            last_step / (warmup * steps) if last_step < warmup * steps else cosine
-        )
+        cosine = 0.5 * (1 + math.cos(math.pi * (last_step / steps - warmup) / (epochs - warmup)))
+        expected = peak * (last_step / (warmup * steps) if last_step < warmup * steps else cosine)
         assert result.lr == pytest.approx(expected)
     assert _run(tiny_cnn(), epochs=1, warmup_epochs=0, lr=peak)[0].lr == peak
 
@@ -202,14 +194,12 @@ def test_sums_of_learning_rates_are_recorded_and_printed(
     peak = 0.004
     gating_peak = 0.3
     layers = list(gpsa_layers(model).values())
-    attention = {
-        id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)
-    }
+    attention = {id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)}
     weights = [
         p.detach().clone()
         for p in model.parameters()
-        # AdamW moves each weight by about its rate, whatever the gradient, so sums are given relative to the size of
-        # weights.
+        # AdamW moves each weight by about its rate, whatever the gradient, so sums are given
+        # relative to the size of weights.
         if p.ndim > 1 and id(p) not in attention
     ]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
@@ -264,13 +254,10 @@ def test_gates_learn_at_their_own_learning_rate() -> None:
         model = tiny_tcnn()
         before = copy.deepcopy(model.state_dict())
         _run(model, epochs=2, **rates)
-        changed = {
-            name
-            for name, p in model.named_parameters()
-            if not torch.equal(p, before[name])
-        }
+        changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert changed == gates if moving else not changed & gates
-    # Without a trainable gate there is no group of gates, and the rate that is reported is that of the weights.
+    # Without a trainable gate there is no group of gates, and the rate that is reported is that of
+    # the weights.
     model.requires_grad_(False).get_submodule("fc").requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
     assert _run(model, epochs=2, lr=0.004, warmup_epochs=0)[0].lr == 0.004
@@ -297,13 +284,12 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
     # Epoch 0 only validates.
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
-        # The order depends on the seed and the number of the epoch, so that a resumed run has it, too.
+        # The order depends on the seed and the number of the epoch, so that a resumed run has it,
+        # too.
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]
-    assert [training for training, _ in forwards] == [
-        training for training, _ in expected
-    ]
+    assert [training for training, _ in forwards] == [training for training, _ in expected]
     assert all(
         torch.equal(actual, images)
         for (_, actual), (_, images) in zip(forwards, expected, strict=True)
@@ -311,7 +297,9 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:
-    """tqdm.auto opens a second iterator on its iterable, with which workers start twice and load every image twice."""
+    """tqdm.auto opens a second iterator on its iterable, with which workers start twice and load
+    every image twice.
+    """
     opened: list[str] = []
 
     class Counted(DataLoader):
@@ -321,9 +309,7 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
 
     train = Counted(batches().dataset, 4)
     validate = Counted(validation_batches().dataset, 7)
-    list(
-        finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False)
-    )
+    list(finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False))
     assert opened == ["validate", "train", "validate", "train", "validate"]
 
 
@@ -331,9 +317,7 @@ def test_training_under_bfloat16_autocast() -> None:
     results = _run(tiny_tcnn(), amp=True)
     assert all(math.isfinite(result.val_loss) for result in results)
     # bfloat16 has 8 significant bits, and two epochs of training amplify its rounding.
-    assert results[-1].train_loss == pytest.approx(
-        _run(tiny_tcnn())[-1].train_loss, rel=0.1
-    )
+    assert results[-1].train_loss == pytest.approx(_run(tiny_tcnn())[-1].train_loss, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -363,13 +347,9 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> No
 
 
 def test_empty_loaders_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="empty loader: 0 training and 3 validation batches"
-    ):
+    with pytest.raises(ValueError, match="empty loader: 0 training and 3 validation batches"):
         finetune(tiny_cnn(), batches(0, shuffle=False), batches())
-    with pytest.raises(
-        ValueError, match="empty loader: 3 training and 0 validation batches"
-    ):
+    with pytest.raises(ValueError, match="empty loader: 3 training and 0 validation batches"):
         finetune(tiny_cnn(), batches(), batches(0, shuffle=False))
 
 
@@ -460,9 +440,7 @@ def test_labels_of_other_types_train_alike(convert: Any) -> None:
     """One-hot targets are probabilities, which no label smoothing applies to."""
     options: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "seed": 0}
     options |= {"label_smoothing": 0.0, "progress": False}
-    validation = _with_targets(
-        lambda x, y: (x, y if convert is _one_hot else convert(y))
-    )
+    validation = _with_targets(lambda x, y: (x, y if convert is _one_hot else convert(y)))
     losses = []
     for change in (convert, lambda y: y):
         train = _with_targets(lambda x, y, change=change: (x, change(y)))

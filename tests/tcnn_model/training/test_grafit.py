@@ -38,12 +38,9 @@ def by_hand(
     sigma: float,
 ) -> float:
     """Return Eqs. 2.2 and 2.3 for one image, which is not among its neighbours."""
-    weights = [
-        math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours
-    ]
+    weights = [math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours]
     return -math.log(
-        sum(w for w, (_, y) in zip(weights, neighbours, strict=True) if y == label)
-        / sum(weights)
+        sum(w for w, (_, y) in zip(weights, neighbours, strict=True) if y == label) / sum(weights)
     )
 
 
@@ -60,9 +57,7 @@ def instance_by_hand(predictions: Tensor, targets: Tensor) -> float:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_instance_loss_by_hand() -> None:
@@ -84,15 +79,12 @@ def test_neighbour_scores_by_hand() -> None:
     # An image in the memory must not be its own neighbour.
     itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, itself):
-        scores = neighbour_scores(
-            embeddings, memory, labels, 4, temperature=0.3, itself=mask
-        )
+        scores = neighbour_scores(embeddings, memory, labels, 4, temperature=0.3, itself=mask)
         for image in range(5):
             left = [n for n in range(11) if mask is None or not mask[image, n]]
             neighbours = [(memory[n].tolist(), int(labels[n])) for n in left]
             expected = [
-                by_hand(embeddings[image].tolist(), neighbours, label, 0.3)
-                for label in range(3)
+                by_hand(embeddings[image].tolist(), neighbours, label, 0.3) for label in range(3)
             ]
             assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
         # No neighbour belongs to the fourth class.
@@ -115,7 +107,9 @@ def grafit(seed: int) -> Grafit:
 
 @pytest.mark.parametrize("weight", [0.0, 0.6, 1.0])
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
-    """There are 4 images with 3 views; the memory holds two images of an earlier batch, one of which comes again."""
+    """There are 4 images with 3 views; the memory holds two images of an earlier batch, one of
+    which comes again.
+    """
     # The target has other weights than the model, so that exchanging the two would show.
     model = grafit(0).float()
     target = grafit(1).float().eval()
@@ -130,23 +124,17 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
         images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0)
     )
     with torch.no_grad():
-        ours, goals = (
-            network.embed(images).unflatten(0, (4, 3)) for network in (model, target)
-        )
+        ours, goals = (network.embed(images).unflatten(0, (4, 3)) for network in (model, target))
         predictions = model.predictor(model.embed(images)).unflatten(0, (4, 3))
     remembered = {9: (before[0].tolist(), 1)}
-    for n, (label, number) in enumerate(
-        zip(labels.tolist(), numbers.tolist(), strict=True)
-    ):
+    for n, (label, number) in enumerate(zip(labels.tolist(), numbers.tolist(), strict=True)):
         # The new entry is half the embedding, plus half the old entry if there is one.
         half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
         remembered[number] = half.tolist(), label
         torch.testing.assert_close(model.memory[number], half)
     losses = []
     for n, number in enumerate(numbers.tolist()):
-        neighbours = [
-            entry for neighbour, entry in remembered.items() if neighbour != number
-        ]
+        neighbours = [entry for neighbour, entry in remembered.items() if neighbour != number]
         losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
     expected = sum(losses) / 4 + weight * instance_by_hand(predictions, goals)
     # Cosines of at most 1 are divided by a temperature of 0.2, in numerator and denominator.
@@ -164,15 +152,15 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
 
 def test_views_of_an_image_must_be_adjacent() -> None:
     targets = torch.tensor([[0, 3], [0, 3], [1, 4], [1, 5]])
-    with pytest.raises(
-        ValueError, match="expected 2 views of each image, one after the other"
-    ):
+    with pytest.raises(ValueError, match="expected 2 views of each image, one after the other"):
         GrafitTask(grafit(0), grafit(0), 2)(random(4, 7), targets)
 
 
 @pytest.mark.study
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    """The checkpoint holds the memory and the target network; validation uses neighbours, with coarse labels."""
+    """The checkpoint holds the memory and the target network; validation uses neighbours, with
+    coarse labels.
+    """
     complete = finish(config(tmp_path / "whole", **GRAFIT))
     settings = config(tmp_path / "twice", **GRAFIT)
     for result in train(settings, progress=False):
@@ -205,7 +193,8 @@ def test_a_refreshed_memory_uses_the_final_weights() -> None:
     numbers = torch.arange(13)
     labels = torch.arange(13) % 2
     model.remember(numbers, labels, random(13, 3, seed=5).float())
-    # Images come out of order and in unequal parts, as embeddings are stored by the images' numbers.
+    # Images come out of order and in unequal parts, as embeddings are stored by the images'
+    # numbers.
     order = torch.tensor([7, 2, 11, 0, 12, 5, 9, 1, 10, 3, 8, 6, 4])
     for part in (order[:5], order[5:]):
         model.refresh(part, labels[part], images[part])
@@ -216,9 +205,7 @@ def test_a_refreshed_memory_uses_the_final_weights() -> None:
     query = model.projector(model.trunk(image))[0].tolist()
     expected = [-by_hand(query, neighbours, label, 0.2) for label in (0, 1)]
     # Cosines of at most 1 are divided by 0.2.
-    assert scores == pytest.approx(
-        expected, abs=32 * torch.finfo(torch.float32).eps / 0.2
-    )
+    assert scores == pytest.approx(expected, abs=32 * torch.finfo(torch.float32).eps / 0.2)
 
 
 def test_a_linear_projector_is_one_matrix(tmp_path: Path) -> None:
@@ -267,12 +254,11 @@ def test_files_of_coarse_labels_that_do_not_fit_are_refused(
         open_sources("digits", "", ("train", "validation"), str(path))
 
 
-def test_settings_that_do_not_fit_are_refused(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run = tmp_path / "run"
     arguments = f"resnet18 --recipe grafit --out {run} --warmup-epochs 0".split()
-    # The recipe takes four views of an image: 6 is not a multiple of 4, and 4 leaves a single image without neighbours.
+    # The recipe takes four views of an image: 6 is not a multiple of 4, and 4 leaves a single image
+    # without neighbours.
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -290,13 +276,13 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_an_image_finds_its_class_by_its_neighbours() -> None:
-    """Embeddings form two clusters, and each image gets the label of the other members of its cluster."""
+    """Embeddings form two clusters, and each image gets the label of the other members of its
+    cluster.
+    """
     model = grafit(0).eval()
     centres = F.normalize(random(2, 3), dim=-1)
     labels = torch.arange(13) % 2
-    model.remember(
-        torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1)
-    )
+    model.remember(torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1))
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
     # This memory is empty.
     scores = grafit(0).scores(centres)

@@ -1,4 +1,6 @@
-"""A run that is killed, stopped or out of disk space: its files remain consistent, and none is left over."""
+"""A run that is killed, stopped or out of disk space: its files remain consistent, and none is left
+over.
+"""
 
 import csv
 import errno
@@ -25,26 +27,24 @@ from tests.tcnn_model.training.runs import (
 
 # Each of the two epochs has one step, after which a checkpoint is written.
 SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
-# Accuracies by epoch are scripted, as models this small learn nothing in two epochs: the best weights change in epoch
-# 1, and again in epoch 2, which is as good.
+# Accuracies by epoch are scripted, as models this small learn nothing in two epochs: the best
+# weights change in epoch 1, and again in epoch 2, which is as good.
 ACCURACIES = [0.25, 0.5, 0.5]
 
 
 @pytest.fixture(autouse=True)
 def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
     def validate(self: loop.Training, *_: object) -> tuple[float, float]:
-        epoch = (
-            len(self.history)
-            if self.step or not self.history
-            else self.history[-1].epoch
-        )
+        epoch = len(self.history) if self.step or not self.history else self.history[-1].epoch
         return 1.0, ACCURACIES[min(epoch, 2)]
 
     monkeypatch.setattr(loop.Training, "validate", validate)
 
 
 def _kill_at_change(number: int, settings: Config) -> None:
-    """Train, and kill this process at a change of a file: 2 n kills it before change n, and 2 n + 1 afterwards."""
+    """Train, and kill this process at a change of a file: 2 n kills it before change n, and 2 n + 1
+    afterwards.
+    """
     changes = iter(range(10**6))
 
     def killing(change: Callable[..., None]) -> Callable[..., None]:
@@ -65,16 +65,16 @@ def _kill_at_change(number: int, settings: Config) -> None:
 
 
 def _files(run: Path) -> list[str]:
-    return sorted(
-        str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()
-    )
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
 
 
 @pytest.mark.study
 def test_files_are_consistent_after_a_kill_at_any_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run is killed before and after each replacement or removal of a file, and then resumed to its end."""
+    """A run is killed before and after each replacement or removal of a file, and then resumed to
+    its end.
+    """
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
     complete = finish(config(tmp_path / "whole", **one_epoch))
     expected_files = _files(tmp_path / "whole")
@@ -148,7 +148,8 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     weights = last_checkpoint(settings)["model"]["fc.weight"].numpy().tobytes()
     place = content.index(weights)
-    # The step is a prime, so that all eight bits of a byte and all four bytes of a number have their turn.
+    # The step is a prime, so that all eight bits of a byte and all four bytes of a number have
+    # their turn.
     for bit in range(0, 8 * len(weights), 997):
         damaged = bytearray(content)
         damaged[place + bit // 8] ^= 1 << bit % 8
@@ -239,8 +240,7 @@ def test_signals_end_the_run_with_a_checkpoint(
         _send(number)
 
     before = {
-        name: signal.getsignal(name)
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     }
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "make_step", signalled)
@@ -251,10 +251,7 @@ def test_signals_end_the_run_with_a_checkpoint(
         f"stopped in epoch 1, after step 1; go on with: tcnn-finetune --resume --out {tmp_path}"
         in (capsys.readouterr().err.splitlines())
     )
-    assert (
-        torch.load(tmp_path / "checkpoints" / "within.pt", weights_only=True)["step"]
-        == 1
-    )
+    assert torch.load(tmp_path / "checkpoints" / "within.pt", weights_only=True)["step"] == 1
 
 
 def test_what_goes_on_is_a_run_of_as_many_processes(
@@ -272,9 +269,7 @@ def test_what_goes_on_is_a_run_of_as_many_processes(
     assert hint in capsys.readouterr().err
 
 
-def test_second_interrupt_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(tmp_path, **SHORT)
     # A process that a shell started in the background ignores SIGINT, so the handler is set.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -285,19 +280,17 @@ def test_second_interrupt_ends_at_once(
         raise AssertionError("the second one is an exception")
 
     monkeypatch.setattr(loop.Training, "make_step", interrupted)
-    monkeypatch.setattr(
-        "tcnn_model.training.command.parse", lambda _: (settings, False)
-    )
+    monkeypatch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
     try:
         assert main([]) == 130
     finally:
         signal.signal(signal.SIGINT, handler)
 
 
-def test_two_processes_cannot_share_a_folder(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    """The second process is refused while the first one trains, whether it resumes the run or starts a new one."""
+def test_two_processes_cannot_share_a_folder(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    """The second process is refused while the first one trains, whether it resumes the run or
+    starts a new one.
+    """
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
     # The first training waits on a pipe for as long as the test needs, instead of sleeping.
@@ -328,7 +321,9 @@ def test_two_processes_cannot_share_a_folder(
 
 
 def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path: Path) -> None:
-    """The second training is refused, and the first one still keeps other processes out afterwards."""
+    """The second training is refused, and the first one still keeps other processes out
+    afterwards.
+    """
     settings = config(tmp_path, **SHORT)
     training = train(settings, progress=False)
     next(training)
@@ -347,7 +342,9 @@ def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path: Path) -> N
 def test_lost_best_weights_are_restored_or_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool, available: bool
 ) -> None:
-    """Best weights are restored from the checkpoint of their epoch; if it is not kept, a warning says so."""
+    """Best weights are restored from the checkpoint of their epoch; if it is not kept, a warning
+    says so.
+    """
     settings = config(tmp_path, **SHORT)
     finish(settings)
     best = tmp_path / "best.pt"
@@ -365,7 +362,8 @@ def test_lost_best_weights_are_restored_or_reported(
         for name, value in intact["state_dict"].items():
             assert torch.equal(again["state_dict"][name], value), name
         return
-    # The history is changed as if no later epoch were better, and the checkpoint of the best epoch is gone.
+    # The history is changed as if no later epoch were better, and the checkpoint of the best epoch
+    # is gone.
     path = tmp_path / "checkpoints" / "epoch-0002.pt"
     state = torch.load(path, weights_only=True)
     state["history"][2]["top1"] = 0.125
@@ -406,9 +404,7 @@ def test_sigterm_during_validation_ends_the_run(
     def interrupted(self: Any, model: Any, batches: Any, *arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 2:
-            stopping = type(
-                "", (), {"validation": lambda _: _Clock(batches.validation())}
-            )
+            stopping = type("", (), {"validation": lambda _: _Clock(batches.validation())})
             return validate(self, model, stopping(), *arguments)
         return validate(self, model, batches, *arguments)
 

@@ -32,9 +32,7 @@ def test_every_parameter_is_in_one_group() -> None:
     model.get_parameter("layer4.0.conv1.gating").requires_grad_(False)
     # Frozen parameters are in no group, so that no optimizer decays them.
     model.get_submodule("layer1").requires_grad_(False)
-    assert set(_setting(model)) == {
-        name for name, p in model.named_parameters() if p.requires_grad
-    }
+    assert set(_setting(model)) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_learning_rates_and_weight_decay_of_groups() -> None:
@@ -46,9 +44,7 @@ def test_learning_rates_and_weight_decay_of_groups() -> None:
         owner, _, last = name.rpartition(".")
         norm = "bn" in owner or owner.endswith("downsample.1")
         assert decay == (
-            0.07
-            if last in ("query", "key", "value") or (last == "weight" and not norm)
-            else 0.0
+            0.07 if last in ("query", "key", "value") or (last == "weight" and not norm) else 0.0
         ), name
 
 
@@ -56,9 +52,7 @@ def test_queries_and_keys_may_have_their_own_rate() -> None:
     separate = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
     common = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07)
     moved = {name for name in common if separate[name] != common[name]}
-    assert moved == {
-        f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")
-    }
+    assert moved == {f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")}
     assert {separate[name] for name in moved} == {(5e-3, 0.07)}
     # A CNN has no queries, so qk_lr must not change the training of the control.
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
@@ -105,9 +99,7 @@ def test_parameters_that_the_model_exempts_are_not_decayed() -> None:
 
 
 def _rates(model: nn.Module) -> list[float]:
-    rates = [
-        module.drop_path for module in model.modules() if hasattr(module, "drop_path")
-    ]
+    rates = [module.drop_path for module in model.modules() if hasattr(module, "drop_path")]
     return [rate.drop_prob if isinstance(rate, DropPath) else 0.0 for rate in rates]
 
 
@@ -125,14 +117,9 @@ def test_drop_path_rates_equal_timms(name: str) -> None:
 def _drop_rates(model: nn.Module) -> dict[str, float]:
     """Return the drop rate of each module with a name that starts with drop_path."""
     modules = {
-        n: m
-        for n, m in model.named_modules()
-        if n.rpartition(".")[2].startswith("drop_path")
+        n: m for n, m in model.named_modules() if n.rpartition(".")[2].startswith("drop_path")
     }
-    return {
-        name: m.drop_prob if isinstance(m, DropPath) else 0.0
-        for name, m in modules.items()
-    }
+    return {name: m.drop_prob if isinstance(m, DropPath) else 0.0 for name, m in modules.items()}
 
 
 CLASS_ATTENTION = {

@@ -40,8 +40,8 @@ def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
     return MlpMixer(**shape, block_layer=ResBlock, norm_layer=Affine)
 
 
-# These values are typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14, and the texts that the recipes
-# name.
+# These values are typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14, and the
+# texts that the recipes name.
 DEIT = {
     "opt": "adamw",
     # DeiT states a rate for a batch of 512, which is scaled in proportion to the batch size.
@@ -66,8 +66,7 @@ DEIT = {
     "img_size": 224,
 }
 AUGMENTATION = {
-    name: DEIT[name]
-    for name in ("repeated_augmentation", "mixup", "cutmix", "random_erasing")
+    name: DEIT[name] for name in ("repeated_augmentation", "mixup", "cutmix", "random_erasing")
 }
 CONV = {
     "opt": "lamb",
@@ -336,7 +335,8 @@ def test_recipe_matches_the_paper(name: str) -> None:
     assert actual == pytest.approx(expected)
 
 
-# Each model, objective, loss, crop and optimizer occurs once; the other recipes differ from these only in numbers.
+# Each model, objective, loss, crop and optimizer occurs once; the other recipes differ from these
+# only in numbers.
 TRAINED = [
     "deit_distilled",
     "cait",
@@ -359,16 +359,19 @@ def test_recipe_trains_a_small_model_of_its_family(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     model, options, _ = FAMILIES[name]
-    # A distilled model needs a teacher, and a hybrid an epoch of conversion; the recipe's own values would take hours.
+    # A distilled model needs a teacher, and a hybrid an epoch of conversion; the recipe's own
+    # values would take hours.
     further = ["--teacher", "tiny"] if name == "deit_distilled" else []
     further += ["--reparameterize-at", "1"] if name == "tcnn_scratch" else []
     # A stand-in teacher saves downloading the papers' teachers.
     monkeypatch.setattr(
         build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None
     )
-    # At 32 pixels the last stage of a ResNet has a single pixel, which is too few to tell stages apart.
+    # At 32 pixels the last stage of a ResNet has a single pixel, which is too few to tell stages
+    # apart.
     size = "64" if "tcnn" in name else "32"
-    # 16 images in batches of 8 are two steps an epoch, so that schedules by step and by epoch differ.
+    # 16 images in batches of 8 are two steps an epoch, so that schedules by step and by epoch
+    # differ.
     small = f"--epochs 2 --warmup-epochs 1 --batch-size 8 --limit 16 --img-size {size}"
     out = ["--out", str(tmp_path), "--watcher", "none"]
     arguments = [model, "--recipe", name, *small.split(), *options, *further, *out]
@@ -386,7 +389,8 @@ def _tiny_teacher() -> Any:
     )
 
 
-# Sources: T-CNN paper, Tables 1 and 5; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III, Table 6.14.
+# Sources: T-CNN paper, Tables 1 and 5; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III,
+# Table 6.14.
 BY_MODEL: dict[str, dict[str, tuple[float, int | None]]] = {
     "tcnn_finetune": {
         "t_resnet50d": (0.1, 320),
@@ -438,8 +442,8 @@ def test_settings_that_differ_between_models() -> None:
             assert timm.is_model(model)
 
 
-# Sources: CaiT, thesis Table 3.16; ResMLP follows CaiT's rule, Sec. 3.5.1: 0.1 up to 18 layers, 1e-5 for 24, 1e-6 for
-# more.
+# Sources: CaiT, thesis Table 3.16; ResMLP follows CaiT's rule, Sec. 3.5.1: 0.1 up to 18 layers,
+# 1e-5 for 24, 1e-6 for more.
 LAYER_SCALES = {
     "cait": {
         "cait_xxs24_224": 1e-5,
@@ -461,7 +465,9 @@ LAYER_SCALES = {
 
 
 def test_initial_layer_scale() -> None:
-    """Models have the published setting, and small ones its value in each block and in class attention."""
+    """Models have the published setting, and small ones its value in each block and in class
+    attention.
+    """
     for recipe, models in LAYER_SCALES.items():
         for model, value in models.items():
             assert recipe_settings(recipe, model)["layer_scale"] == value, (
@@ -476,16 +482,12 @@ def test_initial_layer_scale() -> None:
         # float32 holds this power of two exactly, and no other parameter starts with it.
         settings = Config(model, layer_scale=0.0625, model_options=options, img_size=32)
         parameters = build.build_model(settings, 10)[0].parameters()
-        assert (
-            sum(bool((parameter == 0.0625).all()) for parameter in parameters) == count
-        )
-    parameters = build.build_model(
-        Config("resmlp_tiny", layer_scale=0.0625, img_size=32), 10
-    )[0].parameters()
+        assert sum(bool((parameter == 0.0625).all()) for parameter in parameters) == count
+    parameters = build.build_model(Config("resmlp_tiny", layer_scale=0.0625, img_size=32), 10)[
+        0
+    ].parameters()
     assert sum(bool((parameter == 0.0625).all()) for parameter in parameters) == 4
-    with pytest.raises(
-        ValueError, match=r"layer_scale=0\.0625, but ResNet has no LayerScale"
-    ):
+    with pytest.raises(ValueError, match=r"layer_scale=0\.0625, but ResNet has no LayerScale"):
         build.build_model(Config("resnet18", layer_scale=0.0625), 10)
 
 
@@ -534,7 +536,8 @@ def test_options_are_read_before_torch_is_imported() -> None:
         "import sys\nfrom tcnn_model.training.__main__ import main\n"
         "try:\n    status = main(['resnet18', sys.argv[1]])\n"
         "except SystemExit as end:\n    status = end.code\n"
-        # torch takes two seconds to import, which should not delay help or the report of a typing error.
+        # torch takes two seconds to import, which should not delay help or the report of a typing
+        # error.
         "print(status, 'torch' in sys.modules)"
     )
     for option, status, text in cases:
@@ -568,10 +571,10 @@ def test_circular_bases_of_a_recipe_are_refused(
     assert f"its bases lead back to it: {first} -> {second} -> {first}" in said
 
 
-def test_files_may_not_import_a_watcher(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    """The command line may name a watcher; a recipe, settings or a run may come from somebody else."""
+def test_files_may_not_import_a_watcher(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    """The command line may name a watcher; a recipe, settings or a run may come from somebody
+    else.
+    """
     recipe = tmp_path / "recipe.toml"
     settings = tmp_path / "settings.toml"
     run = tmp_path / "run"
@@ -647,9 +650,7 @@ def test_files_may_not_name_weights_of_unknown_kind(
         pytest.param(
             ["resnet18", "--device", "cuda"],
             "expected cpu, as torch finds no GPU with CUDA on this machine, got cuda",
-            marks=pytest.mark.skipif(
-                torch.cuda.is_available(), reason="there is a GPU"
-            ),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
 )
@@ -688,10 +689,10 @@ def test_settings_that_do_not_fit_are_reported(
         ("model = {}", r"model: expected a string, got \{\}"),
     ],
 )
-def test_values_of_a_wrong_type_are_named(
-    line: str, message: str, tmp_path: Path
-) -> None:
-    """Settings are checked in a file, in a recipe, in a recipe's settings for some models, and in a run."""
+def test_values_of_a_wrong_type_are_named(line: str, message: str, tmp_path: Path) -> None:
+    """Settings are checked in a file, in a recipe, in a recipe's settings for some models, and in a
+    run.
+    """
     file = tmp_path / "own.toml"
     run = tmp_path / "config.toml"
     run.write_text(line)
@@ -729,7 +730,8 @@ def test_parts_of_a_recipe_of_a_wrong_type_are_named(
 
 def test_written_settings_can_be_read(tmp_path: Path) -> None:
     """JSON and TOML write some numbers and strings differently; integers are valid for numbers."""
-    # JSON writes Infinity, and splits a character beyond 16 bits into two escapes; TOML accepts neither.
+    # JSON writes Infinity, and splits a character beyond 16 bits into two escapes; TOML accepts
+    # neither.
     settings = {"clip_grad": math.inf, "out": "läufe/🜚", "lr": 1, "min_lr": 1e-30}
     (tmp_path / "config.toml").write_text(as_toml(settings), encoding="utf-8")
     assert read_toml(tmp_path / "config.toml") == settings

@@ -26,8 +26,8 @@ from tests.tcnn_model.training.runs import (
     fork,
 )
 
-# The settings use the generators of Python (RandAugment, erasing), NumPy (mixup) and torch (drop path), and the state
-# of the optimizer, the EMA and the gates.
+# The settings use the generators of Python (RandAugment, erasing), NumPy (mixup) and torch (drop
+# path), and the state of the optimizer, the EMA and the gates.
 EVERYTHING: dict[str, Any] = {
     "auto_augment": "rand-m9-mstd0.5-mmax9-inc1",
     "random_erasing": 0.5,
@@ -47,7 +47,9 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the last checkpoint of an uninterrupted run, which does not depend on the number of checkpoints."""
+    """Return the last checkpoint of an uninterrupted run, which does not depend on the number of
+    checkpoints.
+    """
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
 
@@ -85,10 +87,10 @@ def _disturb(number: int) -> None:
 
 
 @pytest.mark.study
-def test_run_that_is_cut_repeatedly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run has 2 epochs of 3 steps, converts to a T-CNN after the first, and writes a checkpoint after each step."""
+def test_run_that_is_cut_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has 2 epochs of 3 steps, converts to a T-CNN after the first, and writes a checkpoint
+    after each step.
+    """
     further = {
         **EVERYTHING,
         "img_size": 64,
@@ -121,9 +123,7 @@ def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
 
 
 @pytest.mark.study
-def test_killed_process_with_workers_resumes(
-    complete: dict[str, Any], tmp_path: Path
-) -> None:
+def test_killed_process_with_workers_resumes(complete: dict[str, Any], tmp_path: Path) -> None:
     """The process and its workers are killed at random moments after new checkpoints."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
     generator = random.Random(0)
@@ -133,7 +133,8 @@ def test_killed_process_with_workers_resumes(
         while _written(settings) == before:
             assert os.waitpid(process, os.WNOHANG) == (0, 0)
             time.sleep(0.002)
-        # The delay is up to a tenth of a second: the kill comes within a step, or while a checkpoint is written.
+        # The delay is up to a tenth of a second: the kill comes within a step, or while a
+        # checkpoint is written.
         time.sleep(generator.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
@@ -149,9 +150,7 @@ def _written(settings: Config) -> set[tuple[str, int]]:
     return checkpoints
 
 
-def test_nonfinite_loss_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonfinite_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(tmp_path / "run", epochs=3, checkpoint_steps=1)
     criterion = "tcnn_model.training.build.create_criterion"
     calls: list[None] = []
@@ -195,9 +194,7 @@ def test_files_that_a_run_leaves(tmp_path: Path) -> None:
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert (
         best["epoch"]
-        == max(
-            expected["history"], key=lambda result: (result["top1"], result["epoch"])
-        )["epoch"]
+        == max(expected["history"], key=lambda result: (result["top1"], result["epoch"]))["epoch"]
     )
     # The best weights reach the best accuracy again.
     again = config(tmp_path / "again", weights=str(tmp_path / "best.pt"))
@@ -230,9 +227,7 @@ def test_tensorboard_log(
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)
     history = finish(settings, resume=True)["history"]
-    losses = {
-        step: value for (name, step), value in shown.items() if name == "train_loss"
-    }
+    losses = {step: value for (name, step), value in shown.items() if name == "train_loss"}
     assert losses == {step: history[step]["train_loss"] for step in (1, 2)}
     monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "other"
@@ -240,9 +235,7 @@ def test_tensorboard_log(
     assert "--tensorboard needs the package tensorboard: pip install" in said
 
 
-def test_resume_with_other_settings_is_refused(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_resume_with_other_settings_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
     finish(config(tmp_path / "run"))
     message = "belongs to a run with other settings (lr: 0.0001 there, 1.0 now)"
     assert message in refusal("--resume", "--out", tmp_path / "run", "--lr", 1)

@@ -1,4 +1,6 @@
-"""WebDataset shards, made here: images are those that were written, with their labels, and are read by number."""
+"""WebDataset shards, made here: images are those that were written, with their labels, and are read
+by number.
+"""
 
 import io
 import json
@@ -63,8 +65,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
             ]
         info = {
             "splits": {
-                split: {"name": split, "filenames": filenames}
-                for split, filenames in names.items()
+                split: {"name": split, "filenames": filenames} for split, filenames in names.items()
             }
         }
         (tmp_path / "_info.json").write_text(json.dumps(info))
@@ -86,7 +87,9 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
 
 
 def test_labels_in_json_files(tmp_path: Path) -> None:
-    """The label is the field that ``_info.json`` names, else "label"; -1 means no label; extensions ignore case."""
+    """The label is the field that ``_info.json`` names, else "label"; -1 means no label; extensions
+    ignore case.
+    """
     contents = [
         {"label": 1, "fine": 0},
         {"label": 0, "fine": 1},
@@ -102,9 +105,7 @@ def test_labels_in_json_files(tmp_path: Path) -> None:
     for source in open_sources(str(tmp_path), "wds/", SPLITS):
         assert [source.read(n)[1] for n in range(len(source))] == [1, 0, 0]
     fine = {"filenames": ["train.tar"], "alt_label": "fine"}
-    (tmp_path / "info.json").write_text(
-        json.dumps({"splits": dict.fromkeys(SPLITS, fine)})
-    )
+    (tmp_path / "info.json").write_text(json.dumps({"splits": dict.fromkeys(SPLITS, fine)}))
     for source in open_sources(str(tmp_path), "wds/", SPLITS):
         assert [source.read(n)[1] for n in range(len(source))] == [0, 1]
 
@@ -158,10 +159,11 @@ def test_invalid_shards_are_refused(
         ("pipe:cat", "train.tar", "the shard train.tar"),
     ],
 )
-def test_missing_shards_are_refused(
-    tmp_path: Path, data: str, split: str, missing: str
-) -> None:
-    message = f"expected {missing} in the folder .*: shards are read from a disk, so copy them there first"
+def test_missing_shards_are_refused(tmp_path: Path, data: str, split: str, missing: str) -> None:
+    message = (
+        f"expected {missing} in the folder .*: shards are read from a disk, so copy them "
+        "there first"
+    )
     with pytest.raises(ValueError, match=message):
         open_sources(data or str(tmp_path), "wds/", (split, split))
 

@@ -1,4 +1,6 @@
-"""Sources of images: errors name the data and the files that were found, and unreadable images are named."""
+"""Sources of images: errors name the data and the files that were found, and unreadable images are
+named.
+"""
 
 import os
 import shutil
@@ -101,15 +103,11 @@ def test_streaming_data_sets_are_refused() -> None:
 
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])
 def test_images_and_labels_of_a_folder(val: str, tmp_path: Path) -> None:
-    train, validate = open_sources(
-        str(_folder(tmp_path, val=val)), "", ("train", "validation")
-    )
+    train, validate = open_sources(str(_folder(tmp_path, val=val)), "", ("train", "validation"))
     assert train.classes == ["cat", "dog"]
     assert len(train) == 16
     assert len(validate) == 16
-    labels = {
-        train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)
-    }
+    labels = {train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)}
     assert labels == {"cat": 0, "dog": 1}
     assert train.read(0)[0].size == (40, 36)
 
@@ -168,7 +166,9 @@ def test_the_top_folder_is_the_class(case: str, packed: str, tmp_path: Path) -> 
 
 
 def _pack(folder: Path, packed: str) -> None:
-    """Replace a folder by a tar file of its contents, of itself, or of a tar file for each class."""
+    """Replace a folder by a tar file of its contents, of itself, or of a tar file for each
+    class.
+    """
     with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
         if packed == "tar with the folder":
             tar.add(folder, folder.name)
@@ -207,15 +207,11 @@ def test_data_set_from_torchvision(tmp_path: Path) -> None:
     for split, count in (("train", 7), ("t10k", 3)):
         # The IDX format has bytes in three dimensions, then in one.
         head = struct.pack(">4i", 0x803, count, 28, 28)
-        (raw / f"{split}-images-idx3-ubyte").write_bytes(
-            head + bytes(range(count)) * 28 * 28
-        )
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(head + bytes(range(count)) * 28 * 28)
         (raw / f"{split}-labels-idx1-ubyte").write_bytes(
             struct.pack(">2i", 0x801, count) + bytes(range(count))
         )
-    train, validate = open_sources(
-        str(tmp_path), "torch/fashion_mnist", ("train", "validation")
-    )
+    train, validate = open_sources(str(tmp_path), "torch/fashion_mnist", ("train", "validation"))
     assert len(train) == 7
     assert len(validate) == 3
     assert train.classes is not None
@@ -247,9 +243,7 @@ def test_unreadable_images_are_named_and_skipped(
         ),
     ):
         finish(config(tmp_path / "strict", **settings))
-    with pytest.warns(
-        RuntimeWarning, match=r"skipped .*[35]\.png, which cannot be read"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"skipped .*[35]\.png, which cannot be read"):
         done = finish(config(tmp_path / "lenient", **settings, max_unreadable=0.1))
     assert float(done["total"].sum()) == 0
     assert "2 images were skipped, as they cannot be read" in capsys.readouterr().err
@@ -301,9 +295,7 @@ class _Broken:
         return f"image {index}"
 
 
-def _batches(
-    broken: set[int], rank: int, tmp_path: Path
-) -> tuple[Images, list[list[int]]]:
+def _batches(broken: set[int], rank: int, tmp_path: Path) -> tuple[Images, list[list[int]]]:
     settings = config(tmp_path, batch_size=4, limit=None, max_unreadable=0.5)
     sources = (_Broken(broken), _Broken(broken))
     images = Images(
@@ -318,7 +310,9 @@ def _batches(
 
 @pytest.mark.filterwarnings("ignore:skipped image")
 def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> None:
-    """Every image of one process's second batch is unreadable: the next images replace them, also after a resume."""
+    """Every image of one process's second batch is unreadable: the next images replace them, also
+    after a resume.
+    """
     batch = set(_batches(set(), 1, tmp_path)[1][1])
     # The next images are broken, too, so that the first substitute fails as well.
     broken = batch | {(number + 1) % 24 for number in batch}
@@ -327,9 +321,7 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
     assert [len(part) for part in numbers] == [len(part) for part in first] == [4, 4, 4]
     assert not broken & {number for part in numbers + first for number in part}
     assert [part.tolist() for part, _ in images.training(1)] == numbers[1:]
-    reasons = {
-        name: reason.partition(":")[0] for name, reason in images.unreadable.items()
-    }
+    reasons = {name: reason.partition(":")[0] for name, reason in images.unreadable.items()}
     assert (
         {f"image {number}" for number in batch}
         <= reasons.keys()
@@ -361,9 +353,7 @@ def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
     assert len(trained) == 24
     assert 5 not in trained
     assert trained.count(6) == 2
-    validated = [
-        number for batch, _ in images.validation() for number in batch.tolist()
-    ]
+    validated = [number for batch, _ in images.validation() for number in batch.tolist()]
     assert validated == [number for number in range(24) if number != 5]
     assert images.unreadable == {"image 5": "MemoryError: "}
 
@@ -385,17 +375,11 @@ def test_named_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
     # Opening a pipe that nobody writes to would block for ever.
     os.mkfifo(data / "train" / "cat" / "3.png")
     train, _ = open_sources(str(data), "", ("train", "validation"))
-    index = next(
-        number
-        for number in range(len(train))
-        if train.name(number).endswith("cat/3.png")
-    )
+    index = next(number for number in range(len(train)) if train.name(number).endswith("cat/3.png"))
     with pytest.raises(OSError, match="not a regular file"):
         train.read(index)
 
 
-def test_command_prints_the_error_in_one_line(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_command_prints_the_error_in_one_line(tmp_path: Path, refusal: Callable[..., str]) -> None:
     said = refusal("resnet18", "--data", _above(tmp_path), "--out", tmp_path / "run")
     assert said.startswith("tcnn-finetune: expected train/ and val/ in")

@@ -1,4 +1,6 @@
-"""Second stages start with all weights of the first, at another size or with other classes or tokens."""
+"""Second stages start with all weights of the first, at another size or with other classes or
+tokens.
+"""
 
 import pickle
 import re
@@ -21,14 +23,12 @@ from tests.tcnn_model.training.runs import TINY, config, finish
 
 VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3}
 CONVNET = {"embed_dim": 16, "depth": 2}
-# One step at a large rate makes the weights differ from initial ones, which would be those of a stage that loads
-# nothing.
+# One step at a large rate makes the weights differ from initial ones, which would be those of a
+# stage that loads nothing.
 FIRST: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "limit": 8, "lr": 1e-2}
 
 
-def _first(
-    out: Path, model: str, options: dict[str, Any], **settings: Any
-) -> dict[str, Tensor]:
+def _first(out: Path, model: str, options: dict[str, Any], **settings: Any) -> dict[str, Tensor]:
     """Train a first stage, and return its best weights."""
     finish(config(out, model, **{**FIRST, "model_options": options, **settings}))
     return torch.load(out / "best.pt", weights_only=True)["state_dict"]
@@ -50,26 +50,20 @@ def _assert_loaded(
     new: tuple[str, ...],
     resized: str = "",
 ) -> None:
-    """Assert that the second stage has all weights of the first, except those of a new classifier."""
+    """Assert that the second stage has all weights of the first, except those of a new
+    classifier.
+    """
     state = model.state_dict()
     assert state.keys() == weights.keys()
     for name, value in weights.items():
         if name.startswith(new):
-            assert state[name].shape != value.shape or not torch.equal(
-                state[name], value
-            ), name
+            assert state[name].shape != value.shape or not torch.equal(state[name], value), name
         elif name == resized:
             # The tokens for the class and for distillation precede a grid of 2 x 2.
             tokens = value.shape[1] % 4
             grid = value[:, tokens:].mT.unflatten(2, (2, 2))
-            larger = (
-                F.interpolate(grid, (4, 4), mode="bicubic", antialias=True)
-                .flatten(2)
-                .mT
-            )
-            torch.testing.assert_close(
-                state[name], torch.cat([value[:, :tokens], larger], 1)
-            )
+            larger = F.interpolate(grid, (4, 4), mode="bicubic", antialias=True).flatten(2).mT
+            torch.testing.assert_close(state[name], torch.cat([value[:, :tokens], larger], 1))
         else:
             assert torch.equal(state[name], value), name
 
@@ -83,9 +77,7 @@ def _assert_named(report: str, model: nn.Module, weights: dict[str, Tensor]) -> 
 
 
 # 21 and 10 classes stand for ImageNet-21k and ImageNet-1k.
-CHAINS: dict[
-    str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]
-] = {
+CHAINS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]] = {
     "DeiT, low to high": (
         "deit_tiny_patch16_224",
         {},
@@ -168,11 +160,9 @@ def test_second_stage_has_all_weights_of_the_first(
     model, _ = build_model(stage, 10)
     _assert_loaded(model, weights, new=new, resized=resized)
     assert model.num_classes == 10
-    assert (
-        "state_dict" not in model.pretrained_cfg
-        or model.pretrained_cfg["state_dict"] is None
-    )
-    # The stage can be trained as it was built, and first reports weights that differ from the file's.
+    assert "state_dict" not in model.pretrained_cfg or model.pretrained_cfg["state_dict"] is None
+    # The stage can be trained as it was built, and first reports weights that differ from the
+    # file's.
     capsys.readouterr()
     assert next(train(stage, progress=False)).epoch == 0
     _assert_named(capsys.readouterr().err, model, weights)
@@ -189,7 +179,9 @@ def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
 
 
 def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
-    """A model of 21k classes starts one with tokens for other classes: only the classifier is new."""
+    """A model of 21k classes starts one with tokens for other classes: only the classifier is
+    new.
+    """
     weights = _first(tmp_path, "patchconvnet_s60", CONVNET, num_classes=21)
     stage = _second(tmp_path, "patchconvnet_s60_multi", CONVNET)
     reports: list[str] = []
@@ -198,10 +190,7 @@ def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
     tokens = state["pool.cls_token"]
     assert torch.equal(tokens, weights["pool.cls_token"].expand(1, 10, -1))
     _assert_named(" ".join(reports), model, weights)
-    assert any(
-        report.startswith("weights: head.weight, head.bias are new")
-        for report in reports
-    )
+    assert any(report.startswith("weights: head.weight, head.bias are new") for report in reports)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
     # Trained tokens belong to their classes, so other classes get new tokens.
@@ -227,7 +216,9 @@ def test_tcnn_starts_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
 
 
 def _lightning(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a checkpoint of a LightningModule with the model as ``net``, a weighted loss and a metric."""
+    """Return a checkpoint of a LightningModule with the model as ``net``, a weighted loss and a
+    metric.
+    """
     entries = {f"net.{name}": value for name, value in state.items()}
     entries |= {"loss.weight": torch.ones(3), "accuracy.correct": torch.tensor(5)}
     return {"state_dict": entries, "epoch": 3, "pytorch-lightning_version": "2.5"}
@@ -338,22 +329,17 @@ def test_attention_pool_is_trained_and_specialised(
     model, _ = build_model(stage, 10)
     state = model.state_dict()
     assert all(
-        torch.equal(state[name], value.expand_as(state[name]))
-        for name, value in weights.items()
+        torch.equal(state[name], value.expand_as(state[name])) for name, value in weights.items()
     )
     assert state[token].shape == (1, 10, 16)
     finish(stage)
-    transferred, _ = build_model(
-        _second(Path(stage.out), "resnet18", TINY, img_size=64), 3
-    )
+    transferred, _ = build_model(_second(Path(stage.out), "resnet18", TINY, img_size=64), 3)
     assert transferred(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     with pytest.raises(
         ValueError, match="attention_pool: the model has a token for each class already"
     ):
         build_model(
-            _second(
-                Path(stage.out), "resnet18", TINY, img_size=64, attention_pool="single"
-            ),
+            _second(Path(stage.out), "resnet18", TINY, img_size=64, attention_pool="single"),
             10,
         )
 
@@ -398,12 +384,12 @@ def test_trunk_of_grafit_starts_a_classifier(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(
     first: str, second: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same holds if the classes differ, where timm itself would leave out weights that do not fit."""
+    """The same holds if the classes differ, where timm itself would leave out weights that do not
+    fit.
+    """
     model, _ = build_model(config(tmp_path, first, model_options=_options(first)), 21)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
-    with pytest.raises(
-        ValueError, match=rf"weights: those in .*best\.pt do not fit {second}: "
-    ):
+    with pytest.raises(ValueError, match=rf"weights: those in .*best\.pt do not fit {second}: "):
         build_model(_second(tmp_path, second, options), 10)
 
 
@@ -466,6 +452,5 @@ def test_weights_in_safetensors_format(tmp_path: Path) -> None:
         10,
     )
     assert all(
-        torch.equal(loaded.state_dict()[name], value)
-        for name, value in model.state_dict().items()
+        torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items()
     )

@@ -1,4 +1,6 @@
-"""Records of layers: each fact comes from the nearest base class that has it, and recorded classes exist."""
+"""Records of layers: each fact comes from the nearest base class that has it, and recorded classes
+exist.
+"""
 
 import importlib
 import types
@@ -59,17 +61,13 @@ def test_facts_about_a_forward_hold_only_for_that_forward(
     block.forward = types.MethodType(lambda self, x: x, block)
     assert known(block).branches is None
 
-    layer, overriding = (
-        cls(12, 12, (5, 5), 3) for cls in (MultiScaleAttention, Overriding)
-    )
+    layer, overriding = (cls(12, 12, (5, 5), 3) for cls in (MultiScaleAttention, Overriding))
     assert known(layer).head_parameters is not None
     assert known(overriding).head_parameters is None
     assert known(overriding).strided is known(layer).strided is not None
 
     monkeypatch.setattr(Overriding, "forward", MultiScaleAttention.forward)
-    assert known(overriding).head_parameters is not None, (
-        "by the class's present forward"
-    )
+    assert known(overriding).head_parameters is not None, "by the class's present forward"
 
 
 def test_nothing_is_known_about_other_modules() -> None:
@@ -83,9 +81,7 @@ def test_recorded_classes_exist(name: str) -> None:
     layer_class = getattr(importlib.import_module(module), cls)
     assert issubclass(layer_class, nn.Module)
     present = f"{layer_class.__module__}.{layer_class.__qualname__}"
-    assert RECORDS[present] == RECORDS[name], (
-        "a class that was moved is known by both names"
-    )
+    assert RECORDS[present] == RECORDS[name], "a class that was moved is known by both names"
 
 
 def test_number_of_heads_and_names_of_attention() -> None:

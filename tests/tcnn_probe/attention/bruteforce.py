@@ -1,7 +1,9 @@
-"""Expected recordings by brute force: all N x N attention of a copy in float64, and loops over its entries.
+"""Expected recordings by brute force: all N x N attention of a copy in float64, and loops over its
+entries.
 
-Nothing of tcnn_probe is used. The copy runs without fused attention. torch's softmax is replaced by a function that
-hands on its results, and scaled_dot_product_attention by the textbook formula, which does the same.
+Nothing of tcnn_probe is used. The copy runs without fused attention. torch's softmax is replaced by
+a function that hands on its results, and scaled_dot_product_attention by the textbook formula,
+which does the same.
 """
 
 import copy
@@ -23,7 +25,9 @@ Place = tuple[float, float] | None
 
 @dataclass
 class ReferenceAttention:
-    """Attention of the copy: ``weights`` and ``logits`` as the model forms them, (..., N_query, N_key) in float64."""
+    """Attention of the copy: ``weights`` and ``logits`` as the model forms them, (..., N_query,
+    N_key) in float64.
+    """
 
     layer: str
     module: nn.Module
@@ -50,7 +54,9 @@ def grid(
 
 @contextmanager
 def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Replace softmax and fused attention by their formulas, and hand on the weights and logits of each call."""
+    """Replace softmax and fused attention by their formulas, and hand on the weights and logits of
+    each call.
+    """
 
     def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         weights = original(x, dim)
@@ -70,9 +76,7 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     ) -> Tensor:
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        logits = (
-            q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        )
+        logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             rows, columns = logits.shape[-2:]
             logits = logits.masked_fill(
@@ -92,16 +96,14 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         # Models may call any of these three.
         for owner in (torch, F, Tensor):
             stack.enter_context(mock.patch.object(owner, "softmax", softmax))
-        stack.enter_context(
-            mock.patch.object(F, "scaled_dot_product_attention", attend)
-        )
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
         yield
 
 
-def attention_of(
-    model: nn.Module, *inputs: Any, **kwargs: Any
-) -> list[ReferenceAttention]:
-    """Return all attention of one forward, in order; the second attention of a layer is named "name#1"."""
+def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[ReferenceAttention]:
+    """Return all attention of one forward, in order; the second attention of a layer is named
+    "name#1".
+    """
     # The copy is in float64, so that no tolerance has to cover the reference's own rounding.
     twin = copy.deepcopy(model).double()
     running: list[str] = []
@@ -129,13 +131,11 @@ def attention_of(
             )
         )
 
-    # If gradients are enabled, torch's multi-head attention does not use its fast path in one kernel.
+    # If gradients are enabled, torch's multi-head attention does not use its fast path in one
+    # kernel.
     with torch.enable_grad(), textbook(add):
         twin(
-            *(
-                x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-                for x in inputs
-            ),
+            *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs),
             **kwargs,
         )
     return references
@@ -162,14 +162,13 @@ class Mask:
     visible: np.ndarray
 
     def mean(self, values: np.ndarray, queries: Any = slice(None)) -> np.ndarray:
-        """Return the mean over images of the means over all queries that count of an image, (B, w, heads, n)."""
+        """Return the mean over images of the means over all queries that count of an image, (B, w,
+        heads, n).
+        """
         counted = self.queries[:, :, queries]
         means = [
             np.mean(
-                [
-                    values[b, w, :, i]
-                    for w, i in zip(*np.nonzero(counted[b]), strict=True)
-                ],
+                [values[b, w, :, i] for w, i in zip(*np.nonzero(counted[b]), strict=True)],
                 axis=0,
             )
             for b in range(len(values))
@@ -178,7 +177,9 @@ class Mask:
 
 
 def mask_of(logits: np.ndarray) -> Mask:
-    """Return what the mask in logits, (B, windows, heads, N_query, N_key), leaves, if -5000 or less hides a key."""
+    """Return what the mask in logits, (B, windows, heads, N_query, N_key), leaves, if -5000 or less
+    hides a key.
+    """
     visible = (logits > -5000).any(2)
     images, windows, queries, keys = visible.shape
     counted = np.ones((images, windows, queries), dtype=bool)
@@ -227,7 +228,8 @@ def health(
                 diversity = entropy(mean) - entropies.mean()
                 sums["query_diversity"][b, h] += diversity / windows
                 for value, count in zip(entropies, seen, strict=True):
-                    # The entropy of uniform attention is exactly log keys, and belongs to the last bin.
+                    # The entropy of uniform attention is exactly log keys, and belongs to the last
+                    # bin.
                     if count > 1:
                         bin_ = min(19, int(20 * value / math.log(count)))
                         histogram[b, h, bin_] += 1 / chosen.sum()
@@ -249,7 +251,9 @@ def health(
 
 
 def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Return content information, (B, windows, heads, N_query, N_key) -> (heads,), with each position as a query."""
+    """Return content information, (B, windows, heads, N_query, N_key) -> (heads,), with each
+    position as a query.
+    """
     if counted is None:
         counted = no_mask(weights).queries
     by_query = []
@@ -263,16 +267,13 @@ def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.nd
     return np.mean(by_query, axis=0)
 
 
-def distances(
-    weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]
-) -> np.ndarray:
+def distances(weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]) -> np.ndarray:
     """Return the mean distance of each query on the grid, (..., N_query, N_key) -> (..., queries).
 
     Weights are renormalised over the keys on the grid.
     """
     rows, columns = (
-        [i for i, place in enumerate(places) if place is not None]
-        for places in (queries, keys)
+        [i for i, place in enumerate(places) if place is not None] for places in (queries, keys)
     )
     far = np.array([[math.dist(queries[i], keys[j]) for j in columns] for i in rows])
     on_grid = weights[..., rows, :][..., columns]
@@ -287,10 +288,11 @@ class Layout:
     Args:
         queries, keys: Positions of the tokens; None if the tokens lie on no grid.
         class_query: Whether query 0 is a class token or the only latent.
-        frames: Frames (f,) of the tokens of a video, the same for queries and keys; None for class tokens.
-        arrange: Function of the model's weights and the number of images B that returns the weights with shape (B,
-            windows, heads, N_query, N_key); None if the model's weights have shape (B * windows, heads, N_query,
-            N_key).
+        frames: Frames (f,) of the tokens of a video, the same for queries and keys; None for class
+            tokens.
+        arrange: Function of the model's weights and the number of images B that returns the weights
+            with shape (B, windows, heads, N_query, N_key); None if the model's weights have shape
+            (B * windows, heads, N_query, N_key).
     """
 
     queries: Sequence[Place] | None
@@ -316,15 +318,15 @@ class Layout:
             return self.arrange(reference.weights, images).numpy()
         return reference.weights.unflatten(0, (images, -1)).numpy()
 
-    def expected(
-        self, reference: ReferenceAttention, images: int
-    ) -> dict[str, np.ndarray]:
-        """Return expected means over images and queries, for each head and for uniform attention."""
+    def expected(self, reference: ReferenceAttention, images: int) -> dict[str, np.ndarray]:
+        """Return expected means over images and queries, for each head and for uniform
+        attention.
+        """
         weights = self.weights(reference, images)
         logits = self.weights(replace(reference, weights=reference.logits), images)
         mask = mask_of(logits)
-        # The mask of -100 between the regions of Swin's shifted windows hides keys, too, but makes no padding. In other
-        # layers logits may be as low by themselves.
+        # The mask of -100 between the regions of Swin's shifted windows hides keys, too, but makes
+        # no padding. In other layers logits may be as low by themselves.
         name = type(reference.module).__name__
         lowest = -50 if "Window" in name or "Swin" in name else -5000
         seen = (mask.visible & (logits > lowest).any(2))[:, :, None]

@@ -1,8 +1,8 @@
 """Comparison of recordings with brute force, all in float64.
 
-The model and its copy compute the same function in float64, where rounding leaves errors of 1e-13 after a dozen random
-layers: a tolerance of 1e-9 holds on any processor. test_softmax_statistics.py bounds the rounding of the statistics in
-float32, for given queries and keys.
+The model and its copy compute the same function in float64, where rounding leaves errors of 1e-13
+after a dozen random layers: a tolerance of 1e-9 holds on any processor. test_softmax_statistics.py
+bounds the rounding of the statistics in float32, for given queries and keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,8 @@ class Family:
         layouts: Positions of a layer's tokens by glob; the first glob that matches counts.
         gain: Factor on the weights of queries and keys.
         flattest: Upper limit of entropies, as a share of log N.
-        unsupported: Names of layers that are expected to be listed as unsupported, each with a part of the reason.
+        unsupported: Names of layers that are expected to be listed as unsupported, each with a part
+            of the reason.
     """
 
     name: str
@@ -75,23 +76,17 @@ class Family:
         return self.name
 
     def layout(self, layer: str) -> Layout:
-        return next(
-            layout for glob, layout in self.layouts.items() if fnmatchcase(layer, glob)
-        )
+        return next(layout for glob, layout in self.layouts.items() if fnmatchcase(layer, glob))
 
     def images(self, count: int = 4) -> Tensor:
-        return torch.randn(
-            count, 3, *self.size, generator=torch.Generator().manual_seed(1)
-        )
+        return torch.randn(count, 3, *self.size, generator=torch.Generator().manual_seed(1))
 
 
 def layouts_of(model: nn.Module, *inputs: Any) -> list[Any]:
     """Return the layouts of the attentions of a forward, in their order."""
     shown = []
     with (
-        tcnn_probe.attention_stream(
-            model, lambda attention: shown.append(attention.layout)
-        ),
+        tcnn_probe.attention_stream(model, lambda attention: shown.append(attention.layout)),
         torch.no_grad(),
     ):
         model(*inputs)
@@ -126,7 +121,9 @@ def merged(heads: int) -> Callable[[Tensor, int], Tensor]:
 def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
-    """Return the epoch recorded from batches, the layers, and the reasons for unsupported layers."""
+    """Return the epoch recorded from batches, the layers, and the reasons for unsupported
+    layers.
+    """
     # The recorder must use all queries like the brute force, instead of 64 of them.
     with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):
         probes = [*tcnn_probe.DEFAULT, "health"]
@@ -146,11 +143,7 @@ def expect(
     for reference in references:
         row = ds.sel(layer=reference.layer)
         expected = layouts[reference.layer].expected(reference, images)
-        got = {
-            name: row[name].values[row[name].notnull().values]
-            for name in NUMBERS
-            if name in ds
-        }
+        got = {name: row[name].values[row[name].notnull().values] for name in NUMBERS if name in ds}
         assert {name for name, value in got.items() if value.size} == expected.keys(), (
             reference.layer
         )
@@ -172,7 +165,9 @@ def check(
     images: int | None = None,
     **options: Any,
 ) -> None:
-    """Check one batch of a user's own model against its copy; ``options`` are those of ``record``."""
+    """Check one batch of a user's own model against its copy; ``options`` are those of
+    ``record``.
+    """
     batch = inputs if isinstance(inputs, tuple) else (inputs,)
     model = model.double()
     batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
@@ -184,13 +179,13 @@ def check(
 
 
 def check_family(family: Family) -> None:
-    """Check fused attention in two batches against an unfused copy, and that recording does not change outputs."""
+    """Check fused attention in two batches against an unfused copy, and that recording does not
+    change outputs.
+    """
     model = sharpen(family.make(), family.gain)
     images = family.images()
     references = attention_of(model, images)
-    layouts = {
-        reference.layer: family.layout(reference.layer) for reference in references
-    }
+    layouts = {reference.layer: family.layout(reference.layer) for reference in references}
     assert references
     for reference in references:
         check_sharp(

@@ -11,10 +11,9 @@ _QUERIES_AND_KEYS = re.compile(
 )
 
 
-def sharpen(
-    model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False
-) -> nn.Module:
-    """Draw weights of size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; set eval mode.
+def sharpen(model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False) -> nn.Module:
+    """Draw weights of size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; set
+    eval mode.
 
     With ``only``, all weights but those of queries and keys are kept.
     """
@@ -22,15 +21,13 @@ def sharpen(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Swin V2 takes the exponential of its logit_scale, clamped, so noise could make attention uniform or
-            # one-hot.
+            # Swin V2 takes the exponential of its logit_scale, clamped, so noise could make
+            # attention uniform or one-hot.
             if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
                 continue
             if parameter.ndim < 2:
                 mean = 1.0 if name.endswith("weight") or "gamma" in name else 0.0
-                parameter.copy_(
-                    mean * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise
-                )
+                parameter.copy_(mean * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise)
             else:
                 size = gain if _QUERIES_AND_KEYS.search(name) else 1.0
                 # A latent is a token, not a matrix that multiplies tokens.

@@ -1,4 +1,6 @@
-"""Recorders leave each kind of model unchanged: while attached, after forwards that end or fail, and when removed."""
+"""Recorders leave each kind of model unchanged: while attached, after forwards that end or fail,
+and when removed.
+"""
 
 from typing import Any
 
@@ -49,9 +51,7 @@ def test_recording_leaves_the_model_unchanged(name: str) -> None:
         before = Trace(model)
         with tcnn_probe.record(model, probes=tcnn_probe.PROBES, images=2):
             assert [*model.state_dict()] == [*before.state]
-            assert global_state() == before.torch, (
-                "global hooks are for the time of a forward"
-            )
+            assert global_state() == before.torch, "global hooks are for the time of a forward"
             assert torch.equal(model(images), expected)
             # None of these models accepts two channels.
             with pytest.raises((RuntimeError, AssertionError)):

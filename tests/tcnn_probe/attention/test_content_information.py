@@ -1,4 +1,6 @@
-"""Content information, the part of a head's attention that depends on the image: known values, and brute force."""
+"""Content information, the part of a head's attention that depends on the image: known values, and
+brute force.
+"""
 
 import math
 from typing import Any
@@ -33,7 +35,9 @@ def numbers(model: nn.Module, *batches: Tensor, **options: Any) -> Any:
 
 
 class Positional(nn.Module):
-    """Three heads on (B, 1, H, W) that attend by position alone: concentrated, uniform, and at random."""
+    """Three heads on (B, 1, H, W) that attend by position alone: concentrated, uniform, and at
+    random.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
@@ -41,16 +45,16 @@ class Positional(nn.Module):
         noise = torch.randn(
             height * width, height * width, generator=torch.Generator().manual_seed(0)
         )
-        bias = torch.stack(
-            [-(torch.cdist(place, place) ** 2), 0 * noise, 5 * noise]
-        ).to(x)
+        bias = torch.stack([-(torch.cdist(place, place) ** 2), 0 * noise, 5 * noise]).to(x)
         values = x.flatten(2)[:, :, :, None].expand(-1, 3, -1, -1)
         return scaled_dot_product_attention(0 * values, values, values, attn_mask=bias)
 
 
 @pytest.mark.parametrize("count", [2, 7])
 def test_attention_by_position_alone_has_no_content_information(count: int) -> None:
-    """This holds also for GPSA's padding, which gets much attention at the border, and for shifted windows."""
+    """This holds also for GPSA's padding, which gets much attention at the border, and for shifted
+    windows.
+    """
     # The tolerance is for differences of float32 entropies of up to log 99 nat, times n / (n - 1).
     tolerance = 8 * 2.0**-24 * math.log(99) * count / (count - 1)
     plain = numbers(Positional().eval(), images(count, 1, 5, 7))
@@ -83,7 +87,8 @@ def test_attention_by_position_alone_has_no_content_information(count: int) -> N
     )
     with torch.no_grad():
         for name, parameter in swin.named_parameters():
-            # Queries and keys are zero, and the bias is far above its initial 0.02, so that position alone decides.
+            # Queries and keys are zero, and the bias is far above its initial 0.02, so that
+            # position alone decides.
             parameter.mul_(60 if "bias_table" in name else "qkv" not in name)
     windowed = numbers(swin.eval(), images(count, 3, 24, 24))
     assert (windowed.entropy / windowed.uniform_entropy < 0.95).all()
@@ -95,10 +100,7 @@ class Lookup(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Shape (B, 1, 1, 11). exp(-100) is 0 in float32, so the named key gets all the attention.
-        mask = (
-            100
-            * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
-        )
+        mask = 100 * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
         values = torch.zeros(len(x), 1, 11, 3).to(x)
         return scaled_dot_product_attention(
             values, values, values, attn_mask=mask.expand(-1, -1, 11, -1)
@@ -110,9 +112,7 @@ class Lookup(nn.Module):
 def test_information_is_log_n_if_each_of_n_images_has_its_own_key(count: int) -> None:
     """The result includes the correction for n images."""
     # Each image names another key.
-    named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[
-        :count
-    ].float()
+    named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[:count].float()
     content_information = numbers(
         nn.Sequential(Lookup()).eval(), *named.split(3)
     ).content_information
@@ -140,14 +140,12 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
             "embed_dim": 12,
         }
         return sharpen(
-            timm.create_model(
-                "swin_tiny_patch4_window7_224", img_size=(32, 96), **options
-            )
+            timm.create_model("swin_tiny_patch4_window7_224", img_size=(32, 96), **options)
         ), images(7, 3, 32, 96)
     options = {"depth": 1, "embed_dim": 12, "num_heads": 3}
-    return sharpen(
-        timm.create_model("cait_xxs24_224", img_size=(48, 160), **options)
-    ), images(7, 3, 48, 160)
+    return sharpen(timm.create_model("cait_xxs24_224", img_size=(48, 160), **options)), images(
+        7, 3, 48, 160
+    )
 
 
 def at_sampled_queries(weights: np.ndarray, first: int = 0) -> np.ndarray:
@@ -155,8 +153,7 @@ def at_sampled_queries(weights: np.ndarray, first: int = 0) -> np.ndarray:
     sizes = weights.shape[1], weights.shape[3]
     windows, queries = sample_queries(*sizes, QUERIES, first)
     samples = [
-        weights[:, w][:, :, at.numpy()]
-        for w, at in zip(windows.tolist(), queries, strict=True)
+        weights[:, w][:, :, at.numpy()] for w, at in zip(windows.tolist(), queries, strict=True)
     ]
     return np.stack(samples, 1)
 
@@ -165,7 +162,9 @@ def at_sampled_queries(weights: np.ndarray, first: int = 0) -> np.ndarray:
 def test_equals_brute_force_for_any_batches_in_any_order(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers have fused or class attention, shifted windows or talking heads, and more queries than are sampled."""
+    """Layers have fused or class attention, shifted windows or talking heads, and more queries than
+    are sampled.
+    """
     model, x = small(name)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # one image at a time
     for module in model.modules():
@@ -210,7 +209,9 @@ def test_equals_brute_force_for_any_batches_in_any_order(
 
 
 def test_gated_attention_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both the whole attention, over real and padding pixels, and its content part are checked, for 91 queries."""
+    """Both the whole attention, over real and padding pixels, and its content part are checked, for
+    91 queries.
+    """
     monkeypatch.setattr(Attention, "BLOCK", 120_000)  # two images at a time
     layer = scatter(GPSA(3, 4, 3, padding=1))
     x = images(7, 3, 7, 13)
@@ -248,26 +249,22 @@ def test_queries_are_sampled_evenly(windows: int, queries: int) -> None:
 
 
 def test_images_of_several_sizes_have_no_content_information(tmp_path: Any) -> None:
-    """Both grids have 28 pixels: the value is NaN, the reason says what to do, and the next epoch is unaffected."""
+    """Both grids have 28 pixels: the value is NaN, the reason says what to do, and the next epoch
+    is unaffected.
+    """
     model = Positional().eval()
     with tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
         for x in (images(2, 1, 4, 7), images(2, 1, 7, 4)):
             model(x)
-        with pytest.warns(
-            RuntimeWarning, match="several sizes came between two marks: mark"
-        ):
+        with pytest.warns(RuntimeWarning, match="several sizes came between two marks: mark"):
             recorder.mark(epoch=0)
         model(images(2, 1, 4, 7))
         recorder.mark(epoch=1)
-    statistics = recorder.dataset[
-        ["content_information", "translation_equivariance", "entropy"]
-    ]
+    statistics = recorder.dataset[["content_information", "translation_equivariance", "entropy"]]
     assert np.isnan(statistics.content_information[0]).all()
     assert np.isfinite(statistics.isel(epoch=1).to_array()).all()
     assert np.isfinite(statistics.entropy).all()
-    assert (
-        "mark() after those of each size" in recorder.missing["content_information"][""]
-    )
+    assert "mark() after those of each size" in recorder.missing["content_information"][""]
 
 
 def test_equivariance_of_known_patterns() -> None:
@@ -278,9 +275,7 @@ def test_equivariance_of_known_patterns() -> None:
     offsets = (places[None] - places[:, None] + (4, 6)).astype(int)
     corner = np.zeros((35, 35))
     corner[:, 0] = 1
-    of_heads = np.stack(
-        [kernel[offsets[..., 0], offsets[..., 1]], corner, np.ones((35, 35))]
-    )
+    of_heads = np.stack([kernel[offsets[..., 0], offsets[..., 1]], corner, np.ones((35, 35))])
     equivariance = translation_equivariance(of_heads, places, places)
     np.testing.assert_allclose(equivariance[[0, 2]], 1, atol=1e-12)
     assert abs(equivariance[1]) < 0.2
@@ -297,11 +292,11 @@ def test_equivariance_of_known_patterns() -> None:
 
 
 def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
-    """Groups of eight and of two of 1,024 images would lack an eighth and a half without the factor n / (n - 1)."""
+    """Groups of eight and of two of 1,024 images would lack an eighth and a half without the factor
+    n / (n - 1).
+    """
     generator = np.random.default_rng(0)
-    logits = generator.normal(size=(3, 1, 11, 23)) + 0.3 * generator.normal(
-        size=(3, 1024, 11, 23)
-    )
+    logits = generator.normal(size=(3, 1, 11, 23)) + 0.3 * generator.normal(size=(3, 1024, 11, 23))
     weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     entropies = -(weights * np.log(weights)).sum(-1).mean(-1)  # (heads, images)
 
@@ -316,5 +311,6 @@ def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
 
     of_all_images = estimate(1024)
     for count in (2, 8):
-        # The correction removes the bias of second order; higher orders and the variance of the estimates remain.
+        # The correction removes the bias of second order; higher orders and the variance of the
+        # estimates remain.
         np.testing.assert_allclose(estimate(count), of_all_images, rtol=0.05)

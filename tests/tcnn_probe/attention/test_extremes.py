@@ -1,4 +1,6 @@
-"""Statistics at the limits of number formats: half precision, autocast, hidden keys and large logits."""
+"""Statistics at the limits of number formats: half precision, autocast, hidden keys and large
+logits.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,9 @@ def check(
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
-    """Return the error of statistics up to 6, from logits that are sums of 0.5 q_d k_d with an error of a few eps."""
+    """Return the error of statistics up to 6, from logits that are sums of 0.5 q_d k_d with an
+    error of a few eps.
+    """
     return (
         4
         * torch.finfo(torch.float32).eps
@@ -62,12 +66,12 @@ def rounding(q: Tensor, k: Tensor) -> float:
 HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @HOW
 def test_statistics_in_any_dtype(dtype: torch.dtype, how: str) -> None:
-    """Statistics are those of the given queries and keys; without fusion, half precision rounds the logits."""
+    """Statistics are those of the given queries and keys; without fusion, half precision rounds the
+    logits.
+    """
     q, k = tokens(dtype)
     model = Attend(how)
     logits = attention_of(model, q, k)[0].logits if how == "fused" else q @ k.mT * 0.5
@@ -96,8 +100,8 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Special tokens are parameters, like class tokens: as further patches of the image, they would contradict the
-        # grid.
+        # Special tokens are parameters, like class tokens: as further patches of the image, they
+        # would contradict the grid.
         self.special = nn.Parameter(torch.randn(1, 1, 2, D))
         # All keys are hidden alike.
         self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)
@@ -110,9 +114,7 @@ class Hidden(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         special = self.special.expand(*x.shape[:2], -1, -1)
         x = torch.cat([special, x[:, :, 2:]], 2)
-        return F.scaled_dot_product_attention(
-            0 * x, x, x, attn_mask=self.mask.to(x.dtype)
-        )
+        return F.scaled_dot_product_attention(0 * x, x, x, attn_mask=self.mask.to(x.dtype))
 
 
 def test_class_tokens_beside_hidden_keys_or_large_logits() -> None:

@@ -1,4 +1,6 @@
-"""flex_attention: logits that are changed and masked by functions are rebuilt in blocks, and equal loops."""
+"""flex_attention: logits that are changed and masked by functions are rebuilt in blocks, and equal
+loops.
+"""
 
 import math
 from collections.abc import Mapping
@@ -67,9 +69,7 @@ class Flex(nn.Module):
 
     num_heads = HEADS
 
-    def __init__(
-        self, score_mod: Any, mask_mod: Any, groups: int, compiled: bool
-    ) -> None:
+    def __init__(self, score_mod: Any, mask_mod: Any, groups: int, compiled: bool) -> None:
         super().__init__()
         self.groups = groups
         self.query = nn.Linear(13, HEADS * SIZE)
@@ -257,7 +257,9 @@ def check_reason(attention: Attention) -> None:
 
 
 class Renormalized(Flex):
-    """Attention with a sink's logit per head that is applied to the output, as in transformers and torchtitan."""
+    """Attention with a sink's logit per head that is applied to the output, as in transformers and
+    torchtitan.
+    """
 
     def __init__(self, compiled: bool, is_static: bool) -> None:
         super().__init__(None, None, HEADS, compiled)

@@ -1,4 +1,6 @@
-"""Statistics of gated positional attention equal brute force, for any geometry and size of blocks."""
+"""Statistics of gated positional attention equal brute force, for any geometry and size of
+blocks.
+"""
 
 import pytest
 import torch
@@ -55,9 +57,7 @@ def test_statistics_equal_brute_force(
         torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"])
 def test_projections_in_any_dtype_are_followed_by_float32(
     dtype: torch.dtype | str,
 ) -> None:
@@ -75,8 +75,7 @@ def test_projections_in_any_dtype_are_followed_by_float32(
         torch.float16,
     )
     query, key = (
-        projected.detach().double().abs()
-        for projected in (attention.query, attention.key)
+        projected.detach().double().abs() for projected in (attention.query, attention.key)
     )
     size = (query @ key.mT).max() / 3**0.5
     rounding = 4 * torch.finfo(torch.float32).eps * (1 + size)
@@ -96,6 +95,4 @@ def test_reference_attention_is_neither_uniform_nor_local() -> None:
     assert expected["content_entropy"].std(0).min() > 0.01  # images differ
     assert expected["positional_entropy"].min() < 0.1
     assert expected["positional_entropy"].max() > 0.6 * uniform
-    assert (
-        expected["attention_distance"].max() > 2 * expected["attention_distance"].min()
-    )
+    assert expected["attention_distance"].max() > 2 * expected["attention_distance"].min()

@@ -1,4 +1,6 @@
-"""Vision models of transformers and torchvision: tokens, grids and windows are found; numbers equal brute force."""
+"""Vision models of transformers and torchvision: tokens, grids and windows are found; numbers equal
+brute force.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,8 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
-# Two layers of three heads in 12 channels are built in milliseconds, and have every kind of module of the full model.
+# Two layers of three heads in 12 channels are built in milliseconds, and have every kind of module
+# of the full model.
 TINY = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -31,7 +34,8 @@ TINY = {
     "intermediate_size": 24,
     "patch_size": 8,
 }
-# The grids are not always multiples of the window of 3, so that transformers pads; a depth of 2 shifts one layer.
+# The grids are not always multiples of the window of 3, so that transformers pads; a depth of 2
+# shifts one layer.
 WINDOWS = {
     "patch_size": 4,
     "embed_dim": 8,
@@ -54,7 +58,8 @@ def of(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def detections_first(weights: Tensor, images: int) -> Tensor:
     """Move YOLOS' detection tokens behind the class token, before the patches."""
-    # YOLOS has its detection tokens at the end, but our layouts have all tokens without a position first.
+    # YOLOS has its detection tokens at the end, but our layouts have all tokens without a position
+    # first.
     order = [0, *range(25, 32), *range(1, 25)]
     return weights[..., order, :][..., order].unflatten(0, (images, 1))
 
@@ -88,7 +93,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     ),
     "beit": (of("Beit", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     "swin": (of("Swin", **WINDOWS, image_size=(28, 40)), (28, 40), same(grid(3, 3))),
-    # The window is as large as its grid: nothing is cut, and yet the layer must have the grid of a window.
+    # The window is as large as its grid: nothing is cut, and yet the layer must have the grid of a
+    # window.
     "swin, of which the second layer has a single window": (
         of(
             "Swin",
@@ -133,9 +139,7 @@ def by_einsum(
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
 )
-@pytest.mark.parametrize(
-    "implementation", ["eager", "sdpa", "flex_attention", "by_einsum"]
-)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention", "by_einsum"])
 def test_attention_interfaces(implementation: str) -> None:
     need("transformers").AttentionInterface.register("by_einsum", by_einsum)
     make, size, layout = CASES["vit"]
@@ -149,7 +153,8 @@ def test_attention_interfaces(implementation: str) -> None:
         ds, layers, unsupported = recorded(model, [images.double()])
     assert len(layers) == 2
     assert not unsupported
-    # Eager attention computes its softmax in float32, with a rounding error of 6e-8 that reaches the second layer.
+    # Eager attention computes its softmax in float32, with a rounding error of 6e-8 that reaches
+    # the second layer.
     tolerance = 1e-6 if implementation == "eager" else TOLERANCE
     layouts = dict.fromkeys(layers, layout)
     expect(ds, references, layouts, len(images), tolerance)
@@ -178,9 +183,7 @@ def test_projections_inside_an_attention_are_not_attention_layers() -> None:
     """CvT has convolutions called CvtSelfAttentionConvProjection, and the like."""
     torch.manual_seed(0)
     # Depths are 1, 2 and 3, so that stages cannot be confused in the count.
-    model = of(
-        "Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3]
-    )().eval()
+    model = of("Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3])().eval()
     images = torch.randn(2, 3, 64, 64)
     hidden_state = model(images).last_hidden_state
     with tcnn_probe.record(model) as recorder:
@@ -188,7 +191,8 @@ def test_projections_inside_an_attention_are_not_attention_layers() -> None:
         recorder.mark(epoch=0)
     assert not recorder.unsupported
     assert len(recorder.layers) == 6
-    # The number of layers does not show that they are read correctly, but an edit must change the output.
+    # The number of layers does not show that they are read correctly, but an edit must change the
+    # output.
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
         assert not torch.equal(model(images).last_hidden_state, hidden_state)
 
@@ -230,12 +234,8 @@ WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] 
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:no attention_distance:RuntimeWarning"
-)  # groups are not patches
-@pytest.mark.parametrize(
-    ("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN
-)
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # groups are not patches
+@pytest.mark.parametrize(("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN)
 def test_other_tokens_are_not_taken_for_a_class_token(
     make: Callable[[], nn.Module], size: tuple[int, int]
 ) -> None:
@@ -261,9 +261,7 @@ def test_queries_before_a_class_token_hide_it() -> None:
         "num_blocks": 1,
         "num_queries": 7,
     }
-    config = transformers.EomtConfig(
-        **options, num_upscale_blocks=1, num_register_tokens=2
-    )
+    config = transformers.EomtConfig(**options, num_upscale_blocks=1, num_register_tokens=2)
     model = transformers.EomtForUniversalSegmentation(config).eval()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 32, 32))

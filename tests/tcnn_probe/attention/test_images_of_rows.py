@@ -1,4 +1,6 @@
-"""Each map is that of its image, whichever rows of the batch reach a layer and wherever the image enters the model."""
+"""Each map is that of its image, whichever rows of the batch reach a layer and wherever the image
+enters the model.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -43,9 +45,7 @@ class Block(nn.Module):
 class Selective(nn.Module):
     """Model whose second block gets some rows of the first one's tokens."""
 
-    def __init__(
-        self, select: Callable[[Tensor], Tensor], *, fused: bool = True
-    ) -> None:
+    def __init__(self, select: Callable[[Tensor], Tensor], *, fused: bool = True) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.first, self.second = Block(fused=fused), Block(fused=fused)
@@ -126,20 +126,17 @@ def pictures(count: int = IMAGES) -> Tensor:
 @pytest.mark.filterwarnings("ignore:no maps")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_maps_are_those_of_the_images_that_reach_the_layer(
-    name: str, fused: bool
-) -> None:
+def test_maps_are_those_of_the_images_that_reach_the_layer(name: str, fused: bool) -> None:
     select, shown = SELECTIONS[name]
     torch.manual_seed(0)
     model = Selective(lambda x: x, fused=fused).eval()
-    # The second batch shows whether images are numbered by the model's batch, not by what the layer saw.
+    # The second batch shows whether images are numbered by the model's batch, not by what the layer
+    # saw.
     batches = pictures(2 * IMAGES).split(IMAGES)
     by_batch = []
     for batch in batches:
         tokens = model.first(model.patches(batch).flatten(2).mT)
-        q, k, _ = (
-            model.second.qkv(tokens).double().unflatten(-1, (3, HEADS, 4)).unbind(2)
-        )
+        q, k, _ = model.second.qkv(tokens).double().unflatten(-1, (3, HEADS, 4)).unbind(2)
         logits = torch.einsum("nqhd,nkhd->nhqk", q, k) / 2
         by_batch.append(logits.softmax(-1).mean(2).unflatten(-1, GRID))
     expected = torch.stack(by_batch).detach().numpy()
@@ -158,16 +155,16 @@ def test_maps_are_those_of_the_images_that_reach_the_layer(
     got = received(recorder).reshape(2, IMAGES, HEADS, *GRID)
     for image in range(IMAGES):
         if image in shown:
-            np.testing.assert_allclose(
-                got[:, image], expected[:, image], rtol=HALF, atol=1e-6
-            )
+            np.testing.assert_allclose(got[:, image], expected[:, image], rtol=HALF, atol=1e-6)
         else:
             assert np.isnan(got[:, image]).all()
 
 
 @pytest.mark.filterwarnings("ignore:no maps")
 def test_images_that_move_only_in_some_forwards_get_no_other_maps() -> None:
-    """The first forward shows nothing of a later selection: that one has no maps, and the next one is followed."""
+    """The first forward shows nothing of a later selection: that one has no maps, and the next one
+    is followed.
+    """
     torch.manual_seed(0)
     model = Selective(lambda x: x).eval()
     batch = pictures()
@@ -248,7 +245,9 @@ CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]]
 @pytest.mark.filterwarnings("ignore:the images")  # of doubled size, they are others
 @pytest.mark.parametrize("name", CALLS)
 def test_the_image_stands_anywhere_among_the_inputs(name: str, tmp_path: Path) -> None:
-    """A recording that was begun with the plain model goes on, with the same maps, in the same variables."""
+    """A recording that was begun with the plain model goes on, with the same maps, in the same
+    variables.
+    """
     arguments, forward = CALLS[name]
     model, batch = Step(vit(), forward).eval(), pictures(3)
     for epoch in range(2):
@@ -382,7 +381,9 @@ def test_class_attention_of_an_early_layer_is_announced() -> None:
 
 @pytest.mark.parametrize("selection", ["sorted", "early exit"])
 def test_maps_of_a_layer_that_sees_other_images(selection: str) -> None:
-    """Attention maps are put into the order of the images, and those of a part of the images are left out."""
+    """Attention maps are put into the order of the images, and those of a part of the images are
+    left out.
+    """
     torch.manual_seed(0)
     model = Selective(lambda x: x).eval()
     batch = pictures()

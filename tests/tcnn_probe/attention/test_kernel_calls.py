@@ -1,7 +1,8 @@
-"""Stand-ins for the operators of flash-attn and xformers, called as these packages do, against loops in float64.
+"""Stand-ins for the operators of flash-attn and xformers, called as these packages do, against
+loops in float64.
 
-The packages need a GPU. The stand-ins have the signatures of flash-attn 2.7 and of the two kinds of kernels of
-xformers.
+The packages need a GPU. The stand-ins have the signatures of flash-attn 2.7 and of the two kinds of
+kernels of xformers.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,39 +24,43 @@ Kernel = Callable[..., Tensor]
 _TOKENS = "Tensor q, Tensor k, Tensor v"
 _LENGTHS = "int max_seqlen_q, int max_seqlen_k"
 _OPTIONS = (
-    "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap, "
-    "Tensor? alibi_slopes, bool return_softmax"
+    "float dropout_p, float softmax_scale, bool causal, int window_size_left, int "
+    "window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax"
 )
 FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 SCHEMAS = {
     "flash_attn": [
         f"_flash_attn_forward({_TOKENS}, {_OPTIONS}) -> {FOUR}",
-        f"_flash_attn_varlen_forward({_TOKENS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_LENGTHS}, {_OPTIONS}, "
-        f"Tensor? block_table=None) -> {FOUR}",
+        f"_flash_attn_varlen_forward({_TOKENS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        f"{_LENGTHS}, {_OPTIONS}, Tensor? block_table=None) -> {FOUR}",
     ],
     "xformers_flash": [
-        "flash_fwd(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-        f"{_LENGTHS}, float p, float softmax_scale, bool is_causal, bool return_softmax) -> (Tensor, Tensor)"
+        "flash_fwd(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? "
+        f"cu_seqlens_k, {_LENGTHS}, float p, float softmax_scale, bool is_causal, bool "
+        "return_softmax) -> (Tensor, Tensor)"
     ],
     "xformers": [
-        "efficient_attention_forward_cutlass(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
-        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_seqlen_q, float dropout_p, bool compute_logsumexp, "
-        f"bool causal, float? scale) -> {FOUR}",
+        "efficient_attention_forward_cutlass(Tensor query, Tensor key, Tensor value, Tensor? "
+        "attn_bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_seqlen_q, float "
+        f"dropout_p, bool compute_logsumexp, bool causal, float? scale) -> {FOUR}",
         "rms_norm_forward(Tensor x) -> Tensor",
     ],
-    # The package kernels gives loaded kernels such names; here for gpt-oss, where sinks are an option.
+    # The package kernels gives loaded kernels such names; here for gpt-oss, where sinks are an
+    # option.
     "_vllm_flash_attn3_1a2b3c": [
-        f"fwd({_TOKENS}, float? softmax_scale=None, bool is_causal=False, Tensor? s_aux=None) -> (Tensor, Tensor)"
+        f"fwd({_TOKENS}, float? softmax_scale=None, bool is_causal=False, Tensor? s_aux=None) -> "
+        "(Tensor, Tensor)"
     ],
     # This is torch.nn.attention.varlen in torch 2.15, which runs only on a GPU.
     "torch_attn": [
-        "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
-        "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, bool enable_gqa=False, "
-        "Tensor? seqused_k=None, Tensor? block_table=None, SymInt? num_splits=None, SymInt backend=1) -> "
-        "(Tensor, Tensor, Tensor)"
+        "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, "
+        "SymInt max_q, SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? "
+        "window_size=None, bool enable_gqa=False, Tensor? seqused_k=None, Tensor? "
+        "block_table=None, SymInt? num_splits=None, SymInt backend=1) -> (Tensor, Tensor, Tensor)"
     ],
 }
-# 16 tokens are a class token and 3 x 5 patches; 5 channels are not a multiple of 8, so that flash-attn pads them.
+# 16 tokens are a class token and 3 x 5 patches; 5 channels are not a multiple of 8, so that
+# flash-attn pads them.
 B, N, HEADS, D = 2, 16, 3, 5
 
 
@@ -67,7 +72,9 @@ def weights_of(
     window: tuple[int, int] = (-1, -1),
     bias: Tensor | None = None,
 ) -> np.ndarray:
-    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d), computed key by key in float64."""
+    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d), computed key by key in
+    float64.
+    """
     queries = q.shape[1]
     keys = k.shape[1]
     # Neighbouring heads share a key in grouped-query attention.
@@ -77,10 +84,9 @@ def weights_of(
         for h in range(q.shape[2]):
             for i in range(queries):
                 for j in range(keys):
-                    place = (
-                        i + keys - queries
-                    )  # the last query is at the position of the last key
-                    # The two sides of a window are counted from the query's position, and -1 means no bound.
+                    place = i + keys - queries  # the last query is at the position of the last key
+                    # The two sides of a window are counted from the query's position, and -1 means
+                    # no bound.
                     hidden = (
                         (causal and j > place)
                         or (window[0] >= 0 and j < place - window[0])
@@ -88,10 +94,7 @@ def weights_of(
                     )
                     if hidden:
                         continue
-                    logit = (
-                        float(q[b, i, h].double() @ k[b, j, h // group].double())
-                        * scale
-                    )
+                    logit = float(q[b, i, h].double() @ k[b, j, h // group].double()) * scale
                     if bias is not None:
                         logit += float(bias[b, h, i, j])
                     weights[b, h, i, j] = np.exp(logit)
@@ -110,13 +113,9 @@ def flash(q, k, v, p, scale, causal, left, right, softcap, alibi, softmax):  # t
     return output, *(q.new_zeros(1) for _ in range(3))
 
 
-def flash_varlen(
-    q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, left, right, *rest
-):  # type: ignore[no-untyped-def]
+def flash_varlen(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, left, right, *rest):  # type: ignore[no-untyped-def]
     outputs = []
-    for q_from, q_to, k_from, k_to in zip(
-        q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False
-    ):
+    for q_from, q_to, k_from, k_to in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False):
         tokens = (q[None, q_from:q_to], k[None, k_from:k_to], v[None, k_from:k_to])
         outputs.append(attend(*tokens, scale, causal=causal, window=(left, right))[0])
     return torch.cat(outputs), *(q.new_zeros(1) for _ in range(3))
@@ -124,9 +123,7 @@ def flash_varlen(
 
 def xformers_flash(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, softmax):  # type: ignore[no-untyped-def]
     # The kernel of xformers is flash-attn's packed kernel without a window and softcap.
-    return flash_varlen(
-        q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, -1, -1
-    )[:2]
+    return flash_varlen(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, -1, -1)[:2]
 
 
 def loaded_flash(q, k, v, scale=None, causal=False, sinks=None):  # type: ignore[no-untyped-def]
@@ -136,16 +133,12 @@ def loaded_flash(q, k, v, scale=None, causal=False, sinks=None):  # type: ignore
 
 def torch_varlen(q, k, v, q_ends, k_ends, q_max, k_max, causal, scale, window, *rest):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return flash_varlen(
-        q, k, v, q_ends, k_ends, q_max, k_max, 0.0, scale, causal, *window
-    )[:3]
+    return flash_varlen(q, k, v, q_ends, k_ends, q_max, k_max, 0.0, scale, causal, *window)[:3]
 
 
 def cutlass(q, k, v, bias, q_ends, k_ends, q_max, p, lse, causal, scale):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend(q, k, v, scale, causal=causal, bias=bias), *(
-        q.new_zeros(1) for _ in range(3)
-    )
+    return attend(q, k, v, scale, causal=causal, bias=bias), *(q.new_zeros(1) for _ in range(3))
 
 
 # Operators are registered for one test at a time, as the real packages may be installed as well.
@@ -160,16 +153,13 @@ def operators() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for package, schemas in SCHEMAS.items():
-            # "FRAGMENT" adds to a namespace that may exist. This function is private in torch 2.15, and removes its
-            # additions.
-            library = stack.enter_context(
-                torch.library._scoped_library(package, "FRAGMENT")
-            )
-            for schema, implementation in zip(
-                schemas, implementations[package], strict=True
-            ):
+            # "FRAGMENT" adds to a namespace that may exist. This function is private in torch 2.15,
+            # and removes its additions.
+            library = stack.enter_context(torch.library._scoped_library(package, "FRAGMENT"))
+            for schema, implementation in zip(schemas, implementations[package], strict=True):
                 name = schema.split("(")[0]
-                # torch has its own operator once its caller has been imported; older versions have none.
+                # torch has its own operator once its caller has been imported; older versions have
+                # none.
                 if not hasattr(getattr(torch.ops, package), name):
                     library.define(schema)
                 library.impl(name, implementation, "CPU")
@@ -177,12 +167,12 @@ def operators() -> Iterator[None]:
 
 
 class Flash(torch.autograd.Function):
-    """Outline of the package's own function: it pads heads to eight channels and calls the operator in its forward."""
+    """Outline of the package's own function: it pads heads to eight channels and calls the operator
+    in its forward.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         scale = options.get("scale", q.shape[-1] ** -0.5)
         left, right = options.get("window", (-1, -1))
         # The package passes the scale for the channels before padding.
@@ -239,9 +229,7 @@ def call_xformers_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
     packed = (x.flatten(0, 1) for x in (q, k, v))
     operator = torch.ops.xformers_flash.flash_fwd.default
     scale = options.get("scale", q.shape[-1] ** -0.5)
-    output = operator(
-        *packed, ends, ends, q.shape[1], q.shape[1], 0.0, scale, False, False
-    )
+    output = operator(*packed, ends, ends, q.shape[1], q.shape[1], 0.0, scale, False, False)
     return output[0].unflatten(0, q.shape[:2])
 
 
@@ -301,16 +289,12 @@ def call_cutlass(
 class Mixer(nn.Module):  # a name that does not say attention
     def __init__(self, kernel: Kernel, key_heads: int = HEADS, **options: Any) -> None:
         super().__init__()
-        self.q, self.k, self.v = (
-            nn.Linear(15, h * D) for h in (HEADS, key_heads, key_heads)
-        )
+        self.q, self.k, self.v = (nn.Linear(15, h * D) for h in (HEADS, key_heads, key_heads))
         self.kernel = kernel
         self.options = options
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, D)) for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (layer(x).unflatten(-1, (-1, D)) for layer in (self.q, self.k, self.v))
         # The oracle gets the kernel's queries and keys, and nothing else of the model.
         self.asked = q, k
         return self.kernel(q, k, v, **self.options).flatten(2)
@@ -398,9 +382,7 @@ def test_kernel_calls_are_read(
         q, k = model.get_submodule(name).asked
         scale = options.get("scale", D**-0.5)
         # The model runs in float32, the oracle in float64.
-        np.testing.assert_allclose(
-            weights, weights_of(q, k, scale, **of_weights), atol=1e-5
-        )
+        np.testing.assert_allclose(weights, weights_of(q, k, scale, **of_weights), atol=1e-5)
         assert values.shape[:3] == (B, HEADS, N)
         if options.get("causal"):
             # Under a causal mask, tokens are a sequence and not a grid.
@@ -410,7 +392,9 @@ def test_kernel_calls_are_read(
 
 
 def test_causal_masks_of_fewer_queries_than_keys() -> None:
-    """The last query of flash-attn sees the last key; for xformers this depends on the class of the mask."""
+    """The last query of flash-attn sees the last key; for xformers this depends on the class of the
+    mask.
+    """
 
     class Cross(nn.Module):
         def __init__(self, kernel: Kernel) -> None:
@@ -431,14 +415,13 @@ def test_causal_masks_of_fewer_queries_than_keys() -> None:
         torch.no_grad(),
     ):
         model(x)
-    np.testing.assert_allclose(
-        rebuilt[0], weights_of(*model.asked, 1.0, causal=True), atol=1e-5
-    )
+    np.testing.assert_allclose(rebuilt[0], weights_of(*model.asked, 1.0, causal=True), atol=1e-5)
     with (
         tcnn_probe.attention_stream(Cross(call_cutlass), pytest.fail) as stream,
         torch.no_grad(),
     ):
-        # A guess would be right for one of xformers' causal masks and wrong for the other, so the layer is refused.
+        # A guess would be right for one of xformers' causal masks and wrong for the other, so the
+        # layer is refused.
         stream._model(x)
     assert stream.unsupported[""].startswith(
         "a kernel of xformers with a causal mask of 7 queries and 12 keys"
@@ -454,7 +437,8 @@ def test_causal_masks_of_fewer_queries_than_keys() -> None:
             {"sinks": torch.ones(HEADS)},
             "_vllm_flash_attn3_1a2b3c with the option s_aux",
         ),
-        # The lengths 19 and 13 add up to the model's 2 x 16 tokens, so that only the lengths differ.
+        # The lengths 19 and 13 add up to the model's 2 x 16 tokens, so that only the lengths
+        # differ.
         (
             call_varlen,
             {"lengths": [19, 13]},
@@ -469,9 +453,7 @@ def test_calls_with_unknown_options_are_refused_with_their_names(
     with tcnn_probe.attention_stream(model, pytest.fail) as stream, torch.no_grad():
         model(x)
     assert not stream.layers
-    assert stream.unsupported["blocks.0"].startswith(
-        f"a kernel of {reason}, which is not read"
-    )
+    assert stream.unsupported["blocks.0"].startswith(f"a kernel of {reason}, which is not read")
 
 
 def test_other_operators_of_the_packages_are_ignored() -> None:

@@ -1,4 +1,6 @@
-"""Inference of layouts: grids are not invented, and heads, windows and images are not confused with each other."""
+"""Inference of layouts: grids are not invented, and heads, windows and images are not confused with
+each other.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +31,7 @@ class Attend(nn.Module):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         # One projection gives the queries from the tokens, and the keys and values from the keys.
         (q, _, _), (_, k, v) = (
-            self.qkv(tokens)
-            .unflatten(-1, (3, self.num_heads, -1))
-            .movedim(-3, 0)
-            .transpose(-2, -3)
+            self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1)).movedim(-3, 0).transpose(-2, -3)
             for tokens in (x, x if keys is None else keys)
         )
         return F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
@@ -77,29 +76,21 @@ def registers(model: Seeing, x: Tensor) -> Tensor:
 
 def at_the_end(model: Seeing, x: Tensor) -> Tensor:
     """Put a class token behind the patches."""
-    return model.attend(
-        torch.cat([model.tokens(x), model.extra_tokens.expand(len(x), -1, -1)], 1)
-    )
+    return model.attend(torch.cat([model.tokens(x), model.extra_tokens.expand(len(x), -1, -1)], 1))
 
 
 def after_registers(model: Seeing, x: Tensor) -> Tensor:
     """Put registers before the patches, and a class token behind them."""
     extra_tokens = model.extra_tokens.expand(len(x), -1, -1)
-    return model.attend(
-        torch.cat([extra_tokens[:, 1:], model.tokens(x), extra_tokens[:, :1]], 1)
-    )
+    return model.attend(torch.cat([extra_tokens[:, 1:], model.tokens(x), extra_tokens[:, :1]], 1))
 
 
 def joined_twice(model: Seeing, x: Tensor) -> Tensor:
     """Put a class token first, and then registers between it and the patches, as in DINOv2."""
-    tokens = torch.cat(
-        [model.extra_tokens[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1
-    )
+    tokens = torch.cat([model.extra_tokens[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1)
     # The registers are joined last, but the grid was joined before.
     return model.attend(
-        torch.cat(
-            [tokens[:, :1], model.extra_tokens.expand(len(x), -1, -1), tokens[:, 1:]], 1
-        )
+        torch.cat([tokens[:, :1], model.extra_tokens.expand(len(x), -1, -1), tokens[:, 1:]], 1)
     )
 
 
@@ -115,9 +106,7 @@ def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
 
 def latents(model: Seeing, x: Tensor) -> Tensor:
     """Let latents attend to the patches, and then to each other, as in Perceiver."""
-    return model.among(
-        model.attend(model.extra_tokens.expand(len(x), -1, -1), model.tokens(x))
-    )
+    return model.among(model.attend(model.extra_tokens.expand(len(x), -1, -1), model.tokens(x)))
 
 
 class Text(nn.Module):
@@ -185,13 +174,15 @@ CASES = {
     ),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
-    # In axial attention, the 4 pixels of each row attend to each other; they are not a window of 2 x 2.
+    # In axial attention, the 4 pixels of each row attend to each other; they are not a window of 2
+    # x 2.
     "rows": (
         Seeing(lambda m, x: m.attend(m.stem(x).permute(0, 2, 3, 1).flatten(0, 1))),
         square(),
         NOWHERE,
     ),
-    # There are 3 windows of 4 tokens; the axis of heads is next to the tokens, where models nearly always have it.
+    # There are 3 windows of 4 tokens; the axis of heads is next to the tokens, where models nearly
+    # always have it.
     "windows": (
         Seeing(lambda m, x: m.attend(m.tokens(x)[:, :12].unflatten(1, (3, 4)))),
         square(),
@@ -207,9 +198,7 @@ CASES = {
     "channels last": (
         Seeing(
             lambda m, x: m.attend(
-                m.norm(F.avg_pool2d(x.repeat(1, 4, 1, 1), 8).movedim(1, 3)).flatten(
-                    1, 2
-                )
+                m.norm(F.avg_pool2d(x.repeat(1, 4, 1, 1), 8).movedim(1, 3)).flatten(1, 2)
             )
         ),
         square(),
@@ -240,9 +229,7 @@ def test_towers_of_an_image_and_a_text() -> None:
 @pytest.mark.parametrize("count", [4, 9])
 def test_declared_prefix_tokens(count: int) -> None:
     model = Seeing(registers, extra_tokens=count)
-    check(
-        model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count
-    )
+    check(model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count)
 
 
 def test_reasons_for_missing_statistics() -> None:
@@ -273,8 +260,11 @@ def test_layouts_that_the_user_gives(said: dict[str, Any], layout: Layout) -> No
 
 
 def test_a_token_at_an_unknown_position_is_reported() -> None:
-    # The message offers two remedies: a number of tokens before the grid, or the position of the class token.
-    message = "17 keys: no grid found; .*, prefix_tokens=1 gives a grid of 4 x 4 .* class_token='last'"
+    # The message offers two remedies: a number of tokens before the grid, or the position of the
+    # class token.
+    message = (
+        "17 keys: no grid found; .*, prefix_tokens=1 gives a grid of 4 x 4 .* class_token='last'"
+    )
     with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
         recorder._model(square())
         with pytest.warns(RuntimeWarning, match=message):
@@ -371,9 +361,7 @@ def test_a_softmax_over_something_else_is_not_recorded(
 
 def attention_of_attention(m: Seeing, x: Tensor) -> Tensor:
     """Apply attention to the output of attention, which consists of tokens."""
-    q, k, v = (
-        m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-    )
+    q, k, v = m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     weights = torch.softmax(q @ k.mT, -1)
     return torch.softmax(k @ q.mT, -1) @ (weights @ v)
 
@@ -400,9 +388,7 @@ class Merged(Seeing):
         return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v)
 
 
-@pytest.mark.parametrize(
-    ("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)]
-)
+@pytest.mark.parametrize(("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)])
 def test_merged_heads_are_counted_by_the_layer(name: str, images: int) -> None:
     """The layer tells the number of heads, even if it equals the number of images."""
     check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
@@ -431,9 +417,7 @@ def test_children_called_instead_of_the_model() -> None:
         with pytest.warns(RuntimeWarning, match="images of several sizes"):
             recorder.mark(epoch=0)
     expected = [
-        same(grid(4, columns)).expected(attention_of(model, images)[0], 5)[
-            "attention_distance"
-        ]
+        same(grid(4, columns)).expected(attention_of(model, images)[0], 5)["attention_distance"]
         for images, columns in ((wide, 4), (narrow, 3))
     ]
     distance = recorder.dataset.attention_distance.isel(epoch=0).sel(layer="attend")

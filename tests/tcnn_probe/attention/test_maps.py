@@ -1,4 +1,6 @@
-"""attention_maps: the attention of a forward on the grid of the image equals brute force in float64."""
+"""attention_maps: the attention of a forward on the grid of the image equals brute force in
+float64.
+"""
 
 import json
 import math
@@ -60,9 +62,7 @@ def run(
     return model, torch.randn(count, 3, *size, dtype=torch.float64)
 
 
-def on_grid(
-    weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]
-) -> np.ndarray:
+def on_grid(weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]) -> np.ndarray:
     """Select the tokens on the grids from (B, heads, N_query, N_key)."""
     # In all models here, tokens without a position come first.
     on_grids = weights[:, :, -math.prod(queries) :, -math.prod(keys) :]
@@ -80,9 +80,7 @@ def on_grid(
 )
 def test_equals_brute_force(name: str) -> None:
     model, images = run(small(name, **VIT))
-    expected = {
-        reference.layer: reference.weights for reference in attention_of(model, images)
-    }
+    expected = {reference.layer: reference.weights for reference in attention_of(model, images)}
     # Single images make batches, so that the join of batches is tested as well.
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
     assert {
@@ -103,19 +101,17 @@ def test_equals_brute_force(name: str) -> None:
 
 
 def test_mixed_heads_are_the_weights_of_the_values() -> None:
-    """For talking heads, a loop sums the softmaxes of all heads with the mixing weights of each head."""
+    """For talking heads, a loop sums the softmaxes of all heads with the mixing weights of each
+    head.
+    """
     model, images = run(small("cait_xxs24_224", **VIT))
     for block in model.blocks:
         # timm initialises these biases with zeros, so that a missing bias would not show.
         nn.init.normal_(block.attn.proj_w.bias)
-    softmaxes = {
-        reference.layer: reference.weights for reference in attention_of(model, images)
-    }
+    softmaxes = {reference.layer: reference.weights for reference in attention_of(model, images)}
     # Heads are not in order, so that other heads would show.
     selected = [2, 0]
-    tree = tcnn_probe.attention_maps(
-        model, images, heads=selected, mixed=True, batch_size=1
-    )
+    tree = tcnn_probe.attention_maps(model, images, heads=selected, mixed=True, batch_size=1)
     maps = tree["3x4x6"].attention
     for index, block in enumerate(model.blocks):
         layer = f"blocks.{index}.attn"
@@ -148,11 +144,11 @@ def test_fused_attention_in_float32() -> None:
     torch.manual_seed(0)
     model = small("deit_tiny_patch16_224", **VIT)().eval()
     images = torch.randn(2, 3, *SIZE)
-    # Fused attention calls no softmax that could be intercepted, so maps are rebuilt from its arguments.
+    # Fused attention calls no softmax that could be intercepted, so maps are rebuilt from its
+    # arguments.
     assert model.blocks[0].attn.fused_attn
     expected = {
-        reference.layer: reference.weights
-        for reference in attention_of(model, images.double())
+        reference.layer: reference.weights for reference in attention_of(model, images.double())
     }
     maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
     for layer, weights in expected.items():
@@ -177,8 +173,8 @@ def test_pooled_keys_and_strided_queries() -> None:
     np.testing.assert_allclose(maps, on_grid(weights, (14, 14), (7, 7)), atol=1e-9)
 
 
-# Windows are given by (rows, columns) of the grid and of a window, and the shift; loops find the cell of each token of
-# each window.
+# Windows are given by (rows, columns) of the grid and of a window, and the shift; loops find the
+# cell of each token of each window.
 
 
 def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # timm's Swin
@@ -217,14 +213,8 @@ def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
 def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid attention
     # Tokens of a window are spread over the whole grid, with a stride.
     steps = grid[0] // window[0], grid[1] // window[1]
-    tokens = [
-        (i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])
-    ]
-    return [
-        [(y + i, x + j) for i, j in tokens]
-        for y in range(steps[0])
-        for x in range(steps[1])
-    ]
+    tokens = [(i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])]
+    return [[(y + i, x + j) for i, j in tokens] for y in range(steps[0]) for x in range(steps[1])]
 
 
 def twins() -> nn.Module:
@@ -245,21 +235,15 @@ def davit() -> nn.Module:
 
 def torchvision_swin() -> nn.Module:
     # The sides of a window differ, so that exchanged sides would show.
-    return SwinTransformer(
-        [4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0
-    )
+    return SwinTransformer([4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0)
 
 
 def torchvision_maxvit() -> nn.Module:
     return MaxVit((64, 64), 8, 4, [8], [1], 4, 0.0, num_classes=5)
 
 
-TIMM_SWIN = small(
-    "swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4)
-)
-TIMM_SWIN_V2 = small(
-    "swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4)
-)
+TIMM_SWIN = small("swin_tiny_patch4_window7_224", **SWIN, img_size=(28, 40), window_size=(3, 4))
+TIMM_SWIN_V2 = small("swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4))
 # The window is larger than the grid, so that there is one window with padding.
 LARGE = small(
     "swin_tiny_patch4_window7_224",
@@ -269,9 +253,7 @@ LARGE = small(
     strict_img_size=False,
 )
 ATTN = "stages.0.blocks.0.attn"
-MAXVIT = small(
-    "maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5
-)
+MAXVIT = small("maxvit_tiny_rw_224", img_size=(64, 96), embed_dim=(32,), depths=(1,), num_classes=5)
 
 
 # Windows of 3 are padded on both sides of 8 x 10 cells.
@@ -387,7 +369,9 @@ CASES = {
 
 
 def placed(weights: np.ndarray, cells: Any, shape: Any) -> np.ndarray:
-    """Place weights (B, windows, heads, N, N) in maps; those of tokens in different windows are zero, not missing."""
+    """Place weights (B, windows, heads, N, N) in maps; those of tokens in different windows are
+    zero, not missing.
+    """
     expected = np.zeros(shape)
     for w, window in enumerate(cells):
         for q, query in enumerate(window):
@@ -409,21 +393,19 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 nn.init.zeros_(convolution.weight)
     layer = cutter + attention
     weights = next(
-        reference.weights
-        for reference in attention_of(model, images)
-        if reference.layer == layer
+        reference.weights for reference in attention_of(model, images) if reference.layer == layer
     )
-    # Libraries put the windows of an image into the batch, one image after another. Shape (B, windows, heads, N, N).
+    # Libraries put the windows of an image into the batch, one image after another. Shape (B,
+    # windows, heads, N, N).
     weights = weights.reshape(2, len(cells), -1, *weights.shape[-2:]).numpy()
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
     np.testing.assert_allclose(maps, placed(weights, cells, maps.shape), atol=1e-9)
-    # The query is near the lower right corner, where windows are padded; masked weights are below 1e-20.
+    # The query is near the lower right corner, where windows are padded; masked weights are below
+    # 1e-20.
     attended = (maps[0, :, 5, 8].values > 1e-20).any(0)
-    np.testing.assert_array_equal(
-        attended, influence(model, cutter, images[:1], (5, 8))
-    )
+    np.testing.assert_array_equal(attended, influence(model, cutter, images[:1], (5, 8)))
 
 
 def test_a_window_larger_than_the_map_is_not_drawn_over_all_of_it() -> None:
@@ -535,8 +517,8 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
     images = torch.randn(2, 3, *size, dtype=torch.float64)
     with Softmaxes() as softmaxes:
         maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
-    # The second layer of a Swin is the shifted one. Heads are an axis of their own, or the last part of the batch axis.
-    # Each layer of SAM 2 computes another softmax, which is not used.
+    # The second layer of a Swin is the shifted one. Heads are an axis of their own, or the last
+    # part of the batch axis. Each layer of SAM 2 computes another softmax, which is not used.
     number = 5 if name == "Sam2HieraDetModel" else 1
     weights = softmaxes.outputs[number].detach().flatten(0, -3)
     weights = weights.unflatten(0, (2, len(cells), 2)).numpy()
@@ -578,7 +560,8 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
         _, heads, windows, *counts = weights.shape
         cells, grids = [], []
         for count in counts:
-            # The four stages have 16 x 24 cells, and half of them along both sides after each pooling.
+            # The four stages have 16 x 24 cells, and half of them along both sides after each
+            # pooling.
             stage = [384, 96, 24, 6].index(count * windows)
             grids.append((16 >> stage, 24 >> stage))
             unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
@@ -590,27 +573,19 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
                 for k in range(counts[1]):
                     place = cells[0][q, w], cells[1][k, w]
                     expected[:, :, place[0], place[1]] = weights[:, :, w, q, k].float()
-        node = next(
-            node
-            for node in maps.children.values()
-            if reference.layer in node.layer.values
-        )
+        node = next(node for node in maps.children.values() if reference.layer in node.layer.values)
         attention = node.attention.sel(layer=reference.layer)
         attention = attention.isel(head=slice(heads)).transpose(
             "image", "head", "query_y", "query_x", "y", "x"
         )
         assert attention.shape[2:] == (*grids[0], *grids[1])
         # The expected weights above were stored in a float32 tensor.
-        np.testing.assert_allclose(
-            attention.values.reshape(expected.shape), expected, atol=1e-6
-        )
+        np.testing.assert_allclose(attention.values.reshape(expected.shape), expected, atol=1e-6)
         compared += 1
     assert compared == 5
 
 
-def influence(
-    model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
-) -> np.ndarray:
+def influence(model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]) -> np.ndarray:
     """Return the tokens of a module's input on which one token of its output depends."""
     module = model.get_submodule(cutter)
     calls = []
@@ -675,7 +650,8 @@ def test_gated_layers() -> None:
             maps = node.attention.sel(layer=name)
             height, width = layer_inputs[name].shape[2:]
             pixels = (
-                # The paper's formula has keys in a padding of one pixel on each side, but maps show only the image.
+                # The paper's formula has keys in a padding of one pixel on each side, but maps show
+                # only the image.
                 dense.unflatten(-1, (height + 2, width + 2))[..., 1:-1, 1:-1]
                 .flatten(2, -3)
                 .unflatten(2, maps.shape[2:4])
@@ -687,16 +663,12 @@ def test_gated_layers() -> None:
 def test_pool_with_a_token_per_class() -> None:
     torch.manual_seed(0)
     model = (
-        tcnn_model.add_attention_pool(
-            timm.create_model("resnet10t", num_classes=5), per_class=True
-        )
+        tcnn_model.add_attention_pool(timm.create_model("resnet10t", num_classes=5), per_class=True)
         .double()
         .eval()
     )
     images = torch.randn(1, 3, 64, 96, dtype=torch.float64)
-    maps = next(
-        iter(tcnn_probe.attention_maps(model, images).children.values())
-    ).attention_by_class
+    maps = next(iter(tcnn_probe.attention_maps(model, images).children.values())).attention_by_class
     assert maps.dims == ("image", "layer", "head", "class", "y", "x")
     # The pool is the last attention layer.
     weights = attention_of(model, images)[-1].weights
@@ -721,9 +693,7 @@ def test_object_queries_of_a_decoder() -> None:
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     tree = tcnn_probe.attention_maps(model, images, layers="*.encoder_attn")
     maps = tree["3x2x3_from_7"].attention_by_query
-    assert maps.layer.values.tolist() == [
-        f"decoder.layers.{n}.encoder_attn" for n in range(2)
-    ]
+    assert maps.layer.values.tolist() == [f"decoder.layers.{n}.encoder_attn" for n in range(2)]
     with torch.no_grad():
         references = model(images, output_attentions=True).cross_attentions
     for n, weights in enumerate(references):
@@ -735,19 +705,13 @@ def test_object_queries_of_a_decoder() -> None:
     drawn = [image.get_array() for axes in figure.axes[1:] for image in axes.images[1:]]
     # There are two layers of three heads.
     assert len(drawn) == 2 * 3
-    for picture, reference in zip(
-        drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
-    ):
+    for picture, reference in zip(drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True):
         # Each panel is scaled by its own maximum.
         np.testing.assert_allclose(picture, reference / reference.max(), rtol=1e-6)
-    with pytest.raises(
-        ValueError, match="expected one of 7 queries that lie on no grid"
-    ):
+    with pytest.raises(ValueError, match="expected one of 7 queries that lie on no grid"):
         tcnn_probe.plot.attention_maps(tree, query=7)
     with pytest.raises(ValueError, match="has attention maps"):
-        tcnn_probe.attention_maps(
-            model, images, layers="*.encoder_attn", queries="class"
-        )
+        tcnn_probe.attention_maps(model, images, layers="*.encoder_attn", queries="class")
 
 
 def test_selected_queries_heads_and_layers() -> None:
@@ -768,12 +732,8 @@ def test_selected_queries_heads_and_layers() -> None:
     assert selection.from_y.values.tolist() == [31, 9]
     assert selection.from_x.values.tolist() == [0, 47]
     for number, (y, x) in enumerate([(3, 0), (1, 5)]):
-        expected = full.attention.sel(
-            layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x
-        )
-        np.testing.assert_allclose(
-            selection.attention[:, 0, :, number], expected, atol=1e-12
-        )
+        expected = full.attention.sel(layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x)
+        np.testing.assert_allclose(selection.attention[:, 0, :, number], expected, atol=1e-12)
     only = tcnn_probe.attention_maps(model, images, queries="class")["3x4x6"]
     assert set(only.data_vars) == {"class_attention"}
     np.testing.assert_array_equal(only.class_attention, full.class_attention)
@@ -786,9 +746,9 @@ def test_half_precision_and_numpy_numbers() -> None:
         model, images, heads=np.arange(1, 3), queries=np.array([[31, 0]])
     )
     np.testing.assert_array_equal(tree.input, images.float())
-    head_map = tcnn_probe.attention_maps(
-        model, images, heads=np.int64(2), queries=[(31, 0)]
-    )["3x4x6"].attention
+    head_map = tcnn_probe.attention_maps(model, images, heads=np.int64(2), queries=[(31, 0)])[
+        "3x4x6"
+    ].attention
     np.testing.assert_array_equal(head_map, tree["3x4x6"].attention.sel(head=[2]))
 
 
@@ -811,9 +771,7 @@ def test_model_is_left_unchanged_and_images_are_stored() -> None:
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)
     # Images are compared as strings, because a comparison of tensors has no single truth value.
-    assert all(
-        str(vars(module)) == str(before[name]) for name, module in model.named_modules()
-    )
+    assert all(str(vars(module)) == str(before[name]) for name, module in model.named_modules())
     assert all(p.grad is None for p in model.parameters())
     np.testing.assert_array_equal(tree.input, images)
 
@@ -851,9 +809,7 @@ def test_maps_that_the_machine_cannot_hold_are_refused(
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
     size = sum(
-        values.nbytes
-        for node in tree.children.values()
-        for values in node.data_vars.values()
+        values.nbytes for node in tree.children.values() for values in node.data_vars.values()
     )
     for room, fits in ((1.21 * size, True), (1.19 * size, False)):
         monkeypatch.setattr(
@@ -871,25 +827,19 @@ def test_layers_without_maps_are_reported() -> None:
     with pytest.raises(
         ValueError, match="no layer of this Sequential has attention maps: no softmax"
     ):
-        tcnn_probe.attention_maps(
-            nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8)
-        )
+        tcnn_probe.attention_maps(nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8))
     # XCiT attends between channels, so that there is a softmax but no map.
-    model = timm.create_model(
-        "xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32
-    ).eval()
+    model = timm.create_model("xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32).eval()
     tree = tcnn_probe.attention_maps(model, torch.randn(1, 3, 32, 32))
     assert "between channels" in tree.attrs["missing"]
 
 
 def test_cells_are_placed_at_the_centre_of_their_receptive_fields() -> None:
-    """After padded convolutions, the first cell is centred on the first pixel, not on the middle of a cell."""
-    model = tcnn_model.reparameterize(
-        timm.create_model("resnet18", num_classes=5)
-    ).eval()
-    maps = tcnn_probe.attention_maps(
-        model, torch.randn(1, 3, 64, 96), queries=[(17, 94)]
-    )["9x4x6"]
+    """After padded convolutions, the first cell is centred on the first pixel, not on the middle of
+    a cell.
+    """
+    model = tcnn_model.reparameterize(timm.create_model("resnet18", num_classes=5)).eval()
+    maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96), queries=[(17, 94)])["9x4x6"]
     # Each stride in resnet18 has a padded kernel, so that its cells are centred on multiples of 16.
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
     np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
@@ -932,9 +882,7 @@ class SeesSome(nn.Module):
 @pytest.mark.parametrize(
     ("batch_size", "reason"), [(5, "saw 2 of 5 images"), (4, "saw 2 of 4 images")]
 )
-def test_a_layer_that_sees_fewer_images_has_no_maps(
-    batch_size: int, reason: str
-) -> None:
+def test_a_layer_that_sees_fewer_images_has_no_maps(batch_size: int, reason: str) -> None:
     model, images = SeesSome().eval(), torch.randn(5, 3, 48, 80)
     with pytest.warns(RuntimeWarning, match=reason):
         maps = tcnn_probe.attention_maps(model, images, batch_size=batch_size)

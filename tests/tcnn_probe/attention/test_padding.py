@@ -1,4 +1,6 @@
-"""Padded images are measured as if each were alone, and padding changes no number, however it is hidden."""
+"""Padded images are measured as if each were alone, and padding changes no number, however it is
+hidden.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,8 +31,10 @@ class Padded(nn.Module):
     """A block of attention over the patches of images, of which a mask shows the real ones.
 
     Args:
-        how: Function (query, key, value, visible) -> output, where ``visible`` is (B, 1, N, N) or (B, 1, 1, N).
-        hides: Whether padded tokens see and are seen by "all" keys but their own, "none", or only real "keys".
+        how: Function (query, key, value, visible) -> output, where ``visible`` is (B, 1, N, N) or
+            (B, 1, 1, N).
+        hides: Whether padded tokens see and are seen by "all" keys but their own, "none", or only
+            real "keys".
         prefix: Number of class tokens.
     """
 
@@ -104,7 +108,9 @@ def check_alone(
     alone: Sequence[dict[str, xr.DataArray]],
     tolerance: float = 1e-9,
 ) -> None:
-    """Assert that every variable of padded images is the mean, or the largest, of those of the images alone."""
+    """Assert that every variable of padded images is the mean, or the largest, of those of the
+    images alone.
+    """
     names = alone[0].keys() - {"images", "nonfinite_images", "sink_kind"}
     # These compare images, so that a single one has none.
     names -= {name for name in names if "information" in name or "selectivity" in name}
@@ -121,15 +127,11 @@ def check_alone(
 
 def images_alone() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(1, 3, 4 * h, 4 * w, generator=generator).double() for h, w in SIZES
-    ]
+    return [torch.randn(1, 3, 4 * h, 4 * w, generator=generator).double() for h, w in SIZES]
 
 
 @cache
-def measured_alone(
-    how: Callable[..., Tensor], prefix: int
-) -> list[dict[str, xr.DataArray]]:
+def measured_alone(how: Callable[..., Tensor], prefix: int) -> list[dict[str, xr.DataArray]]:
     """Return the variables of each image alone, without a mask, which is what hides nothing."""
     model = Padded(how, "keys", prefix)
     return [epoch(model, image) for image in images_alone()]
@@ -238,7 +240,9 @@ def test_libraries_that_pad(make: Any) -> None:
 
 
 def test_what_is_no_padding() -> None:
-    """The last token of causal attention, queries of others' keys, and tokens that all see only themselves."""
+    """The last token of causal attention, queries of others' keys, and tokens that all see only
+    themselves.
+    """
     eye = torch.eye(5, dtype=torch.bool)
     for visible, counted in (
         (eye.cumsum(1).mT > 0, [1, 1, 1, 1, 1]),

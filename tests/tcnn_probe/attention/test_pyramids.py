@@ -29,7 +29,9 @@ LAST_TWO = {"stages.2*": same(grid(4, 6)), "stages.3*": same(grid(2, 3))}
 
 
 def mvit() -> Family:
-    """Return MViTv2, pooled by strided convolutions of 3 x 3: token i is at cell ``stride * i`` of the finest grid."""
+    """Return MViTv2, pooled by strided convolutions of 3 x 3: token i is at cell ``stride * i`` of
+    the finest grid.
+    """
     options = {
         "depths": (1, 1),
         "embed_dim": (16, 32),
@@ -42,7 +44,8 @@ def mvit() -> Family:
         "expand_attn": False,
     }
     every_cell, every_2nd, every_4th = (
-        # The finest grid has 16 cells a side, and positions on coarser grids are given in its units.
+        # The finest grid has 16 cells a side, and positions on coarser grids are given in its
+        # units.
         grid(n, n, prefix=1, spacing=(16 // n, 16 // n))
         for n in (16, 8, 4)
     )
@@ -61,7 +64,9 @@ def mvit() -> Family:
 
 
 def levit() -> Family:
-    """Return LeViT: a downsampling has 7 x 7 queries for 14 x 14 tokens, or 4 x 4 for 7 x 7, two cells apart."""
+    """Return LeViT: a downsampling has 7 x 7 queries for 14 x 14 tokens, or 4 x 4 for 7 x 7, two
+    cells apart.
+    """
     options = {
         "embed_dim": (32, 48, 64),
         "depth": (1, 1, 1),
@@ -71,10 +76,7 @@ def levit() -> Family:
     layouts = {
         "stages.1.downsample*": Layout(grid(7, 7, spacing=(2, 2)), grid(14, 14)),
         "stages.2.downsample*": Layout(grid(4, 4, spacing=(2, 2)), grid(7, 7)),
-        **{
-            f"stages.{stage}*": same(grid(side, side))
-            for stage, side in enumerate((14, 7, 4))
-        },
+        **{f"stages.{stage}*": same(grid(side, side)) for stage, side in enumerate((14, 7, 4))},
     }
     return Family(
         "levit",
@@ -88,7 +90,9 @@ def levit() -> Family:
 
 
 def efficientformer_v2() -> Family:
-    """Return EfficientFormerV2: blocks pool 4 x 6 tokens to 2 x 3; a downsampling has queries two cells apart."""
+    """Return EfficientFormerV2: blocks pool 4 x 6 tokens to 2 x 3; a downsampling has queries two
+    cells apart.
+    """
     options = {
         "depths": (1, 1, 1, 1),
         "embed_dims": (8, 8, 16, 32),
@@ -109,7 +113,9 @@ def efficientformer_v2() -> Family:
 
 
 def pvt(*, linear: bool) -> Family:
-    """Return PVTv2 with 16 x 24 and 8 x 12 queries; keys are pooled by 8 x 8 and 4 x 4, or to 7 x 7 if ``linear``."""
+    """Return PVTv2 with 16 x 24 and 8 x 12 queries; keys are pooled by 8 x 8 and 4 x 4, or to 7 x 7
+    if ``linear``.
+    """
     options = {
         "depths": (1, 1),
         "embed_dims": (16, 16),
@@ -137,7 +143,9 @@ def pvt(*, linear: bool) -> Family:
 
 
 def crossvit() -> Family:
-    """Return CrossViT: two grids of one image, with class tokens that attend to the other grid's patches."""
+    """Return CrossViT: two grids of one image, with class tokens that attend to the other grid's
+    patches.
+    """
     options = {
         "img_size": 48,
         "patch_size": (8, 12),
@@ -152,13 +160,13 @@ def crossvit() -> Family:
         f"*fusion.{i}*": Layout(None, places, class_query=True)
         for i, places in enumerate(reversed(grids))
     }
-    return Family(
-        "crossvit", partial(CrossVit, num_classes=5, **options), (48, 48), layouts
-    )
+    return Family("crossvit", partial(CrossVit, num_classes=5, **options), (48, 48), layouts)
 
 
 def efficientvit() -> Family:
-    """Return EfficientViT, with a layer per head: 14 x 14 tokens in windows of 7 x 7, then 7 x 7."""
+    """Return EfficientViT, with a layer per head: 14 x 14 tokens in windows of 7 x 7, then 7 x
+    7.
+    """
     options = {
         "embed_dim": (16, 16),
         "key_dim": (8, 8),
@@ -183,7 +191,9 @@ def efficientvit() -> Family:
 
 
 def clip() -> Family:
-    """Return a convnet with CLIP's pooling: a token, the mean of all features, attends to the features."""
+    """Return a convnet with CLIP's pooling: a token, the mean of all features, attends to the
+    features.
+    """
     pool = partial(AttentionPool2d, 24, out_features=5, feat_size=(3, 5), head_dim=8)
     layouts = {"*": same(grid(3, 5, prefix=1))}
     return Family(
@@ -215,8 +225,7 @@ COATNET = {
     "stem_width": 16,
 }
 ONE_HEAD = {
-    f"stages.{n}*": same(grid(2 * k, 3 * k), arrange=without_heads)
-    for n, k in ((1, 2), (2, 1))
+    f"stages.{n}*": same(grid(2 * k, 3 * k), arrange=without_heads) for n, k in ((1, 2), (2, 1))
 }
 BOTNET = {
     "stages.3.1*": same(grid(2, 3), arrange=merged(4)),
@@ -245,9 +254,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.study(
-    but=["pvt_v2_linear", "crossvit", "attention_pool2d", "coatnet_0_224"]
-)
+@pytest.mark.study(but=["pvt_v2_linear", "crossvit", "attention_pool2d", "coatnet_0_224"])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_equals_brute_force(family: Family) -> None:
     check_family(family)

@@ -1,4 +1,6 @@
-"""Positions of cells equal the centres of what they see when single rows and columns of the image are lit."""
+"""Positions of cells equal the centres of what they see when single rows and columns of the image
+are lit.
+"""
 
 from contextlib import closing
 
@@ -57,7 +59,9 @@ MODELS = {
 
 
 def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float]]:
-    """Return the map's size and the centres of the rows (0) or columns (1) that cells see; NaN at the border."""
+    """Return the map's size and the centres of the rows (0) or columns (1) that cells see; NaN at
+    the border.
+    """
     length = SIZE[side]
     images = torch.zeros(length, 1, *SIZE, dtype=torch.float64)
     for place in range(length):
@@ -68,9 +72,7 @@ def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float
     for pixels in lit.T:
         at = pixels.nonzero()[:, 0].tolist()
         middles.append(
-            (at[0] + at[-1]) / 2
-            if at and at[0] > 0 and at[-1] < length - 1
-            else float("nan")
+            (at[0] + at[-1]) / 2 if at and at[0] > 0 and at[-1] < length - 1 else float("nan")
         )
     return (cells.shape[2], cells.shape[3]), middles
 
@@ -88,9 +90,7 @@ def test_cells_lie_at_the_centre_of_what_they_see(name: str, mode: type) -> None
         for side in (0, 1):
             grid, middles = seen_along(model, side)
             first, spacing = fields.places(grid)[side]
-            places = torch.tensor(
-                [first + cell * spacing for cell in range(grid[side])]
-            )
+            places = torch.tensor([first + cell * spacing for cell in range(grid[side])])
             known = ~torch.tensor(middles).isnan()
             assert known.sum() > 1
             assert places[known].tolist() == torch.tensor(middles)[known].tolist()

@@ -1,4 +1,6 @@
-"""Reconstruction raises if the model used another attention, and never otherwise, in any precision and with dropout."""
+"""Reconstruction raises if the model used another attention, and never otherwise, in any precision
+and with dropout.
+"""
 
 from typing import Any
 
@@ -25,9 +27,7 @@ class Other(Tensor):
     factor: float = 1.5
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs or {})
         is_attention = func in (
             F.scaled_dot_product_attention,
@@ -96,7 +96,9 @@ def check(model: nn.Module, images: Tensor, **options: Any) -> None:
 @HOW
 @pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
 def test_another_attention_raises(how: str, factor: float) -> None:
-    """A deviation of 1 % suffices, as float32 is right to 1e-6; a tensor's subclass alone does not raise."""
+    """A deviation of 1 % suffices, as float32 is right to 1e-6; a tensor's subclass alone does not
+    raise.
+    """
     model = Attend(how, factor)
     images = torch.randn(3, 3, *SIZE)
     if factor == 1:
@@ -112,7 +114,9 @@ def test_another_attention_raises(how: str, factor: float) -> None:
 
 @pytest.mark.parametrize("kind", ["gpsa", "convit"])
 def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
-    """These layers are measured from their input, so their forward must compute the attention that is rebuilt."""
+    """These layers are measured from their input, so their forward must compute the attention that
+    is rebuilt.
+    """
     if kind == "gpsa":
         model = Chain()
         x = torch.randn(2, 2, 7, 11)
@@ -171,7 +175,9 @@ def test_training_with_dropout_is_accepted(family: Family) -> None:
 
 
 class MaskedInFloat32(nn.Module):
-    """Attention in float64 with a mask in float32, as in EoMT; torch's fused attention is wrong for it."""
+    """Attention in float64 with a mask in float32, as in EoMT; torch's fused attention is wrong for
+    it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(2).mT[:, None].contiguous()

@@ -1,9 +1,10 @@
-"""Statistics of softmax attention from plain tensors, against float64 brute force, for blocks of any size.
+"""Statistics of softmax attention from plain tensors, against float64 brute force, for blocks of
+any size.
 
-The rounding of float32 is bounded term by term. The error of logit j of a row is at most a few eps * size_j, where
-size_j is the sum of |scale q_d k_d| over d. The relative error of A_j is that, plus its mean over the row; the error of
-a sum over A_j is the same sum of absolute values. The factor is 4, which exceeds the errors of dot products of 11
-terms, exponentials and sums together.
+The rounding of float32 is bounded term by term. The error of logit j of a row is at most a few eps
+* size_j, where size_j is the sum of |scale q_d k_d| over d. The relative error of A_j is that, plus
+its mean over the row; the error of a sum over A_j is the same sum of absolute values. The factor is
+4, which exceeds the errors of dot products of 11 terms, exponentials and sums together.
 """
 
 import math
@@ -42,7 +43,8 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     )
 
     def mean(weights: Tensor, terms: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        # A weight has the error of its own logit, and that of the row's mean through the normaliser.
+        # A weight has the error of its own logit, and that of the row's mean through the
+        # normaliser.
         moved = 1 + size + (weights * size).sum(-1, keepdim=True)
         products = weights * terms
         rounding = (products * moved).sum(-1).mean(-1)
@@ -84,7 +86,8 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
     key[:, :, :prefix] *= 3  # class tokens attract attention
-    # Logits are integers up to +-1000, which are exact: attention goes to one key, or equally to a few.
+    # Logits are integers up to +-1000, which are exact: attention goes to one key, or equally to a
+    # few.
     if form == "huge":
         query = query[..., :1].round().clamp(-2, 2)
         key = key[..., :1].round().clamp(-2, 2)
@@ -105,34 +108,27 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
         # One query sees no key, and another no patch.
         mask[4], mask[prefix + 3, prefix:] = (False, False)
         logits = logits.masked_fill(~mask, -torch.inf)
-    # Many models hide keys by the lowest number of the dtype; a row with all keys lowered is uniform.
+    # Many models hide keys by the lowest number of the dtype; a row with all keys lowered is
+    # uniform.
     if form == "lowered":
-        mask = torch.zeros(count, count).masked_fill(
-            torch.rand(count, count) > 0.7, lowest
-        )
+        mask = torch.zeros(count, count).masked_fill(torch.rand(count, count) > 0.7, lowest)
         mask[4] = lowest
         mask[prefix + 3, prefix:] = lowest
         mask[prefix + 3, :prefix] = 0
         logits = logits + mask
     source = (
-        ProductLogits(query, key, scale, mask)
-        if form != "given"
-        else GivenLogits(logits.float())
+        ProductLogits(query, key, scale, mask) if form != "given" else GivenLogits(logits.float())
     )
     call = attention_of(source, tokens, windows)
     exact = torch.zeros_like(size) if form == "huge" else size
-    return call, brute_force(
-        logits.float().double() if form == "given" else logits, exact, prefix
-    )
+    return call, brute_force(logits.float().double() if form == "given" else logits, exact, prefix)
 
 
 def check(call: SoftmaxAttention, expected: Bounded) -> None:
     got = softmax_statistics.measure_softmax(call).means
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
-        value, bound = (
-            x.unflatten(0, (call.images, call.windows)) for x in (value, bound)
-        )
+        value, bound = (x.unflatten(0, (call.images, call.windows)) for x in (value, bound))
         if name == "max_logit":
             value = value.amax(1)
             bound = bound.amax(1)
@@ -168,9 +164,7 @@ def test_windows_are_averaged_within_an_image() -> None:
 def test_received_attention() -> None:
     """A key of image 1 receives the mean over queries; a query that sees no key attends to none."""
     call, _ = case("hidden", 1)
-    attention = torch.softmax(
-        call.logits(slice(None), slice(None)).double(), -1
-    ).nan_to_num(0)
+    attention = torch.softmax(call.logits(slice(None), slice(None)).double(), -1).nan_to_num(0)
     received = call.received([1])  # sums of 36 terms, each with an error of eps
     torch.testing.assert_close(
         received.double(), attention[1:, None].mean(-2), rtol=36 * EPS, atol=0
@@ -190,9 +184,7 @@ def test_no_n_by_n_tensor_is_made() -> None:
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 64), ("meta", 1)])
-def test_blocks_are_larger_on_devices_with_kernel_launches(
-    device: str, blocks: int
-) -> None:
+def test_blocks_are_larger_on_devices_with_kernel_launches(device: str, blocks: int) -> None:
     query = torch.empty(64, HEADS, 257, WIDTH, device=device)
     call = attention_of(ProductLogits(query, query, 1.0, None), None, images=64)
     assert len(list(call.blocks())) == blocks

@@ -1,4 +1,6 @@
-"""Attention as a stream: all attention of a forward, by name, equals brute force, and nothing is left behind."""
+"""Attention as a stream: all attention of a forward, by name, equals brute force, and nothing is
+left behind.
+"""
 
 import copy
 import gc
@@ -81,9 +83,7 @@ def test_every_attention_equals_the_models() -> None:
             # The second attention of a module has the module's name and a number.
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
             # In float64, logits up to 1e3 have errors of about 1e-13.
-            np.testing.assert_allclose(
-                maps[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
-            )
+            np.testing.assert_allclose(maps[layer][:, 0].detach(), weights, rtol=0, atol=1e-10)
     assert list(expected) == ["blocks.0", "blocks.0#1"]
     assert s.unsupported == {"gate": "a softmax that is not multiplied with values"}
 
@@ -104,12 +104,11 @@ def test_listeners_see_the_model_output_and_choose_layers() -> None:
 
     model = Several().eval()
     count = Count()
-    stream = tcnn_probe.attention.stream.AttentionStream(
-        model, count, layers=["blocks.0", "gate"]
-    )
+    stream = tcnn_probe.attention.stream.AttentionStream(model, count, layers=["blocks.0", "gate"])
     model(images())
     with pytest.raises(RuntimeError):
-        # One channel instead of two makes the forward fail, which must end the stream's records of it.
+        # One channel instead of two makes the forward fail, which must end the stream's records of
+        # it.
         model(images()[:, :1])
     stream.close()
     model(images())
@@ -143,7 +142,8 @@ def test_nothing_of_a_forward_is_kept() -> None:
 
 def test_each_layer_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[nn.Module] = []
-    # Calls are counted where they are made; the check computes attention a second time, too slow for every forward.
+    # Calls are counted where they are made; the check computes attention a second time, too slow
+    # for every forward.
     monkeypatch.setattr(
         reconstruction,
         "discrepancy",
@@ -160,7 +160,9 @@ def test_each_layer_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return A = (1 - g) C + g P by brute force, for single queries and keys, from the layer's parameters."""
+    """Return A = (1 - g) C + g P by brute force, for single queries and keys, from the layer's
+    parameters.
+    """
     layer = copy.deepcopy(layer).double()
     x = x.double()
     if isinstance(layer, GPSA):
@@ -178,9 +180,7 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
             for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
         )
         # Queries are only at positions of the stride, keys at all pixels.
-        sources = [
-            (y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)
-        ]
+        sources = [(y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)]
         # Keys on the padding get positional attention in our layer, but no content attention.
         keys = [
             (y, z)
@@ -199,7 +199,8 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         side = math.isqrt(x.shape[1])
         weight = layer.pos_proj.weight
         alpha = -weight[:, 2]
-        # ConViT's linear weights hold the centre: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
+        # ConViT's linear weights hold the centre: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d +
+        # constant.
         linear = torch.stack([weight[:, 1], weight[:, 0]], 1)
         center = linear / (2 * alpha[:, None])
         # timm's layer has no height and width, and assumes a square.
@@ -210,9 +211,7 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
     content = content.exp() / content.exp().sum(-1, keepdim=True)
     # Shape (queries, keys, 2).
     delta = torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]
-    logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(
-        -1
-    )
+    logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(-1)
     positional = torch.softmax(logits, -1)
     attention = (gate[:, None, None] * positional).expand(len(x), -1, -1, -1).clone()
     attention[..., torch.tensor(real)] += (1 - gate[:, None, None]) * content
@@ -220,10 +219,13 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
-    """Return T-CNNs on maps below and above the size from which no N x N weights are formed, and timm's ConViT."""
+    """Return T-CNNs on maps below and above the size from which no N x N weights are formed, and
+    timm's ConViT.
+    """
     torch.manual_seed(0)
     tcnn = tcnn_model.reparameterize(
-        # With timm's default, zero-initialised norms would hide the converted layers behind their shortcuts.
+        # With timm's default, zero-initialised norms would hide the converted layers behind their
+        # shortcuts.
         timm.create_model("resnet10t", num_classes=3, zero_init_last=False)
     ).eval()
     convit = timm.create_model(
@@ -240,7 +242,8 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
             if name.endswith((".query", ".key")):
                 parameter.mul_(20)  # initial content attention is uniform
             if name.endswith((".gating", ".raw_locality", ".center")):
-                # Initially, all heads share one gate and locality, so that exchanged heads would not show.
+                # Initially, all heads share one gate and locality, so that exchanged heads would
+                # not show.
                 parameter.add_(torch.rand_like(parameter) - 0.5)
         for name, parameter in convit.named_parameters():
             if "qk.weight" in name or "gating_param" in name:
@@ -259,14 +262,10 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     model, x = model.double(), x.double()
     expected = dict[str, Tensor]()
     handles = []
-    gated = {
-        name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)
-    }
+    gated = {name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)}
     for name, layer in gated.items():
         keep = partial(
-            lambda name, layer, args: expected.update(
-                {name: whole_attention(layer, args[0])}
-            ),
+            lambda name, layer, args: expected.update({name: whole_attention(layer, args[0])}),
             name,
         )
         handles.append(layer.register_forward_pre_hook(keep))
@@ -283,9 +282,7 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
         assert before == Trace(model)
     assert clean()
     softmax_layers = ["blocks.2.attn"] if case == "convit" else []
-    assert (
-        [name for name, _ in calls] == [*gated, *softmax_layers] == list(stream.layers)
-    )
+    assert [name for name, _ in calls] == [*gated, *softmax_layers] == list(stream.layers)
     assert not stream.unsupported
     for name, weights in calls[: len(gated)]:
         # Logits are some hundred in float64: 1e-10 is far above rounding and below any mistake.
@@ -296,15 +293,15 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
 def test_edits_in_a_callback_equal_ablations(case: str) -> None:
-    """Edits are zero, mean and given attention, for softmax attention in the same model, too, and with gradients."""
+    """Edits are zero, mean and given attention, for softmax attention in the same model, too, and
+    with gradients.
+    """
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
     heads = {layer: [0, 2] for layer in layers_of(model)}
     for mode in ("zero", "mean"):
 
-        def answer(
-            attention: tcnn_probe.Attention, mode: Any = mode
-        ) -> tcnn_probe.HeadEdit | None:
+        def answer(attention: tcnn_probe.Attention, mode: Any = mode) -> tcnn_probe.HeadEdit | None:
             return None if attention.queries == 1 else tcnn_probe.HeadEdit([0, 2], mode)
 
         gradients = []
@@ -315,9 +312,7 @@ def test_edits_in_a_callback_equal_ablations(case: str) -> None:
             model.zero_grad()
             with edited():
                 model(x).square().sum().backward()
-            gradients.append(
-                [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            )
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         # The two ways add up the same terms in different order, in float64.
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
@@ -333,7 +328,9 @@ def layers_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
 def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
-    """Ablated heads and gates stay ablated; a recorder outside or inside sees attention before the edits."""
+    """Ablated heads and gates stay ablated; a recorder outside or inside sees attention before the
+    edits.
+    """
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
     # The first layer is edited, so that all later layers are affected.
@@ -364,16 +361,17 @@ def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
         with stream(), tcnn_probe.record(model) as recorder:
             model(x)
             recorder.mark(epoch=0)
-        # Both recorders see the first layer before its edit and later layers after it, so that all statistics agree.
+        # Both recorders see the first layer before its edit and later layers after it, so that all
+        # statistics agree.
         np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
 
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit", "fused", "apart", "multihead"])
-@pytest.mark.parametrize(
-    "kinds", ["stream stream", "stream ablation", "ablation stream"]
-)
+@pytest.mark.parametrize("kinds", ["stream stream", "stream ablation", "ablation stream"])
 def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
-    """Streams and ablations nest in any order; a third stream observes the attention before all edits."""
+    """Streams and ablations nest in any order; a third stream observes the attention before all
+    edits.
+    """
     torch.manual_seed(0)
     softmax_models = {
         "fused": (vit(), images()),
@@ -421,7 +419,9 @@ def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
 
 @torch.no_grad()
 def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged() -> None:
-    """A depthwise layer on a large map forms no outputs of single heads, unless a hook needs them."""
+    """A depthwise layer on a large map forms no outputs of single heads, unless a hook needs
+    them.
+    """
     torch.manual_seed(0)
     layer = GPSA(8, 8, 3, padding=1, groups=8)
     model, x = nn.Sequential(layer), torch.randn(2, 8, 67, 71)
@@ -460,7 +460,8 @@ def test_an_edited_multihead_attention_is_shown_once() -> None:
     ("edit", "message"),
     [
         (tcnn_probe.HeadEdit([0, 7]), "distinct heads below 3 of 'blocks.0.attn'"),
-        # Each edit is refused for its own reason: head out of range, repeated, wrong mode, or wrong shape.
+        # Each edit is refused for its own reason: head out of range, repeated, wrong mode, or wrong
+        # shape.
         (tcnn_probe.HeadEdit([1, 1]), "distinct heads"),
         (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
         (

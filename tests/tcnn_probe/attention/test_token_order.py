@@ -1,4 +1,6 @@
-"""Known orders of tokens are detected during a forward, which is otherwise the same as without recorders."""
+"""Known orders of tokens are detected during a forward, which is otherwise the same as without
+recorders.
+"""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 from tests.extras import need
 from tests.tcnn_probe.attention.checking import layouts_of
 
-# The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a pixel apart.
+# The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a
+# pixel apart.
 ROWS, COLUMNS, PATCH = 5, 7, 4
 IMAGES = torch.Size((2, 3, ROWS * PATCH, COLUMNS * PATCH))
 RASTER = np.arange(ROWS * COLUMNS)
@@ -33,9 +36,7 @@ ORDERS = {
     "backwards": RASTER[::-1].copy(),
     "shuffled": np.random.default_rng(0).permutation(ROWS * COLUMNS),
     # This is the smallest possible error: all distances are right but those of two tokens.
-    "two tokens exchanged": RASTER.reshape(ROWS, COLUMNS)[
-        :, [0, 1, 3, 2, 4, 5, 6]
-    ].ravel(),
+    "two tokens exchanged": RASTER.reshape(ROWS, COLUMNS)[:, [0, 1, 3, 2, 4, 5, 6]].ravel(),
     # In a cyclic shift, as in Swin's windows, nearly all neighbours stay neighbours.
     "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
@@ -104,7 +105,8 @@ class Ordered(nn.Module):
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
         self.norm = nn.LayerNorm(12)
-        # With two layers, positions must pass through the first layer's attention to reach the second.
+        # With two layers, positions must pass through the first layer's attention to reach the
+        # second.
         layers = [Multihead() if attend is None else Attend(attend) for _ in range(2)]
         self.blocks = nn.ModuleList(layers)
         self.order = torch.from_numpy(order)
@@ -132,9 +134,7 @@ def layouts(model: nn.Module, images: Tensor) -> dict[str, Layout]:
     return {name: by_name[name] for name in stream.layers}
 
 
-@pytest.mark.parametrize(
-    "attend", [fused, unfused, by_einsum, merged, mixed_heads, None]
-)
+@pytest.mark.parametrize("attend", [fused, unfused, by_einsum, merged, mixed_heads, None])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_grid_is_in_raster_order(
     order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None
@@ -160,9 +160,7 @@ class ColumnMajor(Ordered):
 def test_column_major_order_is_detected(size: torch.Size) -> None:
     """The image may be square, with as many rows as columns."""
     layouts_of_layers = layouts(ColumnMajor(RASTER).eval(), torch.randn(size))
-    assert [layout.reason for layout in layouts_of_layers.values()] == [
-        NOT_IN_ORDER
-    ] * 2
+    assert [layout.reason for layout in layouts_of_layers.values()] == [NOT_IN_ORDER] * 2
 
 
 class Written(Ordered):
@@ -191,10 +189,7 @@ class Written(Ordered):
     ("write", "order", "reason"),
     [
         *((write, "raster", "") for write in ("zeros_like", "new_zeros", "scatter")),
-        *(
-            (write, "shuffled", NOT_IN_ORDER)
-            for write in ("zeros_like", "new_zeros", "scatter")
-        ),
+        *((write, "shuffled", NOT_IN_ORDER) for write in ("zeros_like", "new_zeros", "scatter")),
         # Tokens that are written through a view are unknown, and not taken for parameters.
         ("view", "raster", ""),
     ],
@@ -222,7 +217,8 @@ def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -
     assert len(followed) == 4, "queries and keys of two layers"
     for places in followed:
         assert places is not None
-        # Positions are means in float64 of numbers up to 560: 1e-12 allows for some thousand roundings.
+        # Positions are means in float64 of numbers up to 560: 1e-12 allows for some thousand
+        # roundings.
         np.testing.assert_allclose(places, [np.nan, *centers], rtol=1e-12)
 
 
@@ -245,12 +241,11 @@ def test_objections_to_positions() -> None:
     assert objection_to_order(unknown.flip(0).roll(2), tokens) == NOT_IN_ORDER
     prompts = torch.full((8,), torch.nan)
     prompts[4:] = torch.inf
-    assert "some of the tokens come from parameters" in objection_to_order(
-        prompts, tokens
-    )
+    assert "some of the tokens come from parameters" in objection_to_order(prompts, tokens)
     beside_unknown = unknown.masked_fill(unknown.isnan(), torch.inf)
     assert objection_to_order(beside_unknown, tokens) == ""
-    # One token is of the image without being a patch, such as a class token that is the mean of all patches.
+    # One token is of the image without being a patch, such as a class token that is the mean of all
+    # patches.
     behind = torch.tensor([torch.nan, 0, 1, 2, 3, 4, 5, 0])
     assert objection_to_order(behind[[0, 7, *range(1, 7)]], tokens) == ""
     assert objection_to_order(behind, tokens) == NOT_IN_ORDER
@@ -274,7 +269,8 @@ DETR = {
     "decoder_attention_heads": 3,
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
-    # There are as many queries as cells of the encoder (4 x 6), so that their number cannot tell them apart.
+    # There are as many queries as cells of the encoder (4 x 6), so that their number cannot tell
+    # them apart.
     "num_queries": 24,
 }
 
@@ -287,7 +283,8 @@ def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     """Shuffled tokens are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
-    # Nothing is masked, so that there are as many shuffled tokens as patches: only their order can be the objection.
+    # Nothing is masked, so that there are as many shuffled tokens as patches: only their order can
+    # be the objection.
     options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
     decoder = {
         "decoder_hidden_size": 24,
@@ -295,18 +292,15 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
         "decoder_num_attention_heads": 3,
         "decoder_intermediate_size": 32,
     }
-    model = transformers_model(
-        "ViTMAEForPreTraining", "ViTMAEConfig", **options, **decoder
-    )
+    model = transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", **options, **decoder)
     encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 40, 40))
-        # The order is drawn anew in each forward, and the result of the first one must hold for the second.
+        # The order is drawn anew in each forward, and the result of the first one must hold for the
+        # second.
         model(torch.randn(2, 3, 40, 40))
         recorder.mark(epoch=0)
-    assert recorder.missing["attention_distance"] == dict.fromkeys(
-        encoder, NOT_IN_ORDER
-    )
+    assert recorder.missing["attention_distance"] == dict.fromkeys(encoder, NOT_IN_ORDER)
     dataset = recorder.dataset.isel(epoch=0)
     assert dataset.entropy.sel(layer=encoder).notnull().all()
     assert dataset.attention_distance.sel(layer=encoder).isnull().all()
@@ -336,13 +330,13 @@ def test_as_many_object_queries_as_cells(name: str, attention: dict[str, str]) -
     assert layouts_of_layers["encoder.layers.0.self_attn"] == Layout(grid, grid)
     for layer in ("decoder.layers.0", "decoder.layers.1"):
         assert layouts_of_layers[f"{layer}.self_attn"] == Layout(None, None, NO_IMAGE)
-        assert layouts_of_layers[f"{layer}.encoder_attn"] == Layout(
-            None, grid, NO_IMAGE
-        )
+        assert layouts_of_layers[f"{layer}.encoder_attn"] == Layout(None, grid, NO_IMAGE)
 
 
 class Prompted(nn.Module):
-    """Two learned tokens and the user's points, together as many as the cells of a window, as is possible with SAM."""
+    """Two learned tokens and the user's points, together as many as the cells of a window, as is
+    possible with SAM.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +362,9 @@ def test_as_many_prompts_as_cells() -> None:
 
 
 class Queries(nn.Module):
-    """Learned queries, as many as patches, which attend to the patches with a mask of unknown origin."""
+    """Learned queries, as many as patches, which attend to the patches with a mask of unknown
+    origin.
+    """
 
     num_heads = 1
 
@@ -378,7 +374,8 @@ class Queries(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.flatten(2).mT[:, None]
-        # A mask of ones shifts all logits alike; its origin is not followed, as in DETR in transformers 5.0.
+        # A mask of ones shifts all logits alike; its origin is not followed, as in DETR in
+        # transformers 5.0.
         mask = torch.ones(1, 1, *self.query.shape[:1] * 2)
         query = self.query.expand(len(patches), 1, -1, -1)
         return (query @ patches.mT + mask).softmax(-1) @ patches
@@ -397,7 +394,8 @@ class BothWays(nn.Module):
         patches = x.flatten(2).mT
         queries = self.query.expand(len(patches), -1, -1)
         logits = queries @ patches.mT
-        # Values differ between images, because a product with values that all images share is not attention.
+        # Values differ between images, because a product with values that all images share is not
+        # attention.
         values = queries * patches.mean((1, 2), keepdim=True)
         back = logits.transpose(1, 2).softmax(-1) @ values
         return logits.softmax(-1) @ patches + back
@@ -413,7 +411,9 @@ def test_logits_that_are_used_in_both_directions() -> None:
 
 @pytest.mark.parametrize("name", ["DeformableDetr", "DabDetr"])
 def test_object_queries_after_deformable_attention(name: str) -> None:
-    """Queries that start as zeros, and those that have gathered samples of the image, get no grid."""
+    """Queries that start as zeros, and those that have gathered samples of the image, get no
+    grid.
+    """
     torch.manual_seed(0)
     transformers = need("transformers")
     sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
@@ -448,9 +448,7 @@ def test_mask_units_of_a_class_without_a_record(
 ) -> None:
     torch.manual_seed(0)
     sizes = {"embed_dim": 12, "image_size": [64, 64], "depths": [1, 1, 2, 1]}
-    model = transformers_model(
-        "HieraModel", "HieraConfig", **sizes, num_heads=[1, 2, 4, 8]
-    )
+    model = transformers_model("HieraModel", "HieraConfig", **sizes, num_heads=[1, 2, 4, 8])
     name = "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
     encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
@@ -462,9 +460,7 @@ def test_mask_units_of_a_class_without_a_record(
     finally:
         lookup._combined_record.cache_clear()
     # 4 x 4 tokens are in units of 2 x 2.
-    assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(
-        None, None, NOT_IN_ORDER
-    )
+    assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(None, None, NOT_IN_ORDER)
 
 
 RIGHT = {
@@ -489,9 +485,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_grids_of_ordinary_models_are_confirmed(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grids_of_ordinary_models_are_confirmed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[bool] = []
 
     def spy(places: Tensor | None, tokens: Tokens) -> str:
@@ -505,9 +499,7 @@ def test_grids_of_ordinary_models_are_confirmed(
     layouts_of_layers = layouts(model, torch.randn(1, 3, *size))
     assert any(layout.keys for layout in layouts_of_layers.values())
     assert not [
-        x.reason
-        for x in layouts_of_layers.values()
-        if x.reason in (NOT_IN_ORDER, NO_IMAGE)
+        x.reason for x in layouts_of_layers.values() if x.reason in (NOT_IN_ORDER, NO_IMAGE)
     ]
     # The module that cuts windows tells their tokens, so that nothing has to be followed.
     assert followed or case == "windows"
@@ -525,7 +517,8 @@ class Uncertain(Ordered):
             return x[:, self.order]
         if self.in_numpy:
             return torch.from_numpy(x.numpy()[:, self.order])
-        # The argument is passed by keyword; only positional arguments are followed, so this order stays unknown.
+        # The argument is passed by keyword; only positional arguments are followed, so this order
+        # stays unknown.
         return torch.cat(tensors=[x, x[:, :0]], dim=1)
 
 
@@ -541,10 +534,7 @@ def test_an_unknown_order_keeps_its_grid(in_numpy: bool) -> None:
             model.train(mode)
             with torch.no_grad():
                 model(torch.randn(IMAGES))
-    assert (
-        call_layouts
-        == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
-    )
+    assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
 
 
 class Restless(nn.Module):
@@ -559,7 +549,8 @@ class Restless(nn.Module):
         self.images: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        # If a forward were repeated to follow pixels, it would count here and update the norm's statistics.
+        # If a forward were repeated to follow pixels, it would count here and update the norm's
+        # statistics.
         self.calls += 1
         self.images.append(x)
         return self.model(self.drop(self.norm(x)))
@@ -567,7 +558,8 @@ class Restless(nn.Module):
 
 def test_a_forward_leaves_the_same_traces_as_without_a_recorder() -> None:
     torch.manual_seed(0)
-    # Tokens are shuffled, so that the tracker has a finding, although it must not affect the forward.
+    # Tokens are shuffled, so that the tracker has a finding, although it must not affect the
+    # forward.
     alone = Restless().train()
     images = torch.randn(IMAGES)
     watched = copy.deepcopy(alone)
@@ -583,9 +575,7 @@ def test_a_forward_leaves_the_same_traces_as_without_a_recorder() -> None:
                 results[-1].square().mean().backward()
                 recorder.mark(epoch=0)
             assert len(recorder.layers) == 2
-            assert set(recorder.missing["attention_distance"].values()) == {
-                NOT_IN_ORDER
-            }
+            assert set(recorder.missing["attention_distance"].values()) == {NOT_IN_ORDER}
         else:
             results.append(model(images))
             results[-1].square().mean().backward()
@@ -622,8 +612,8 @@ def test_pixels_are_followed_once_for_each_size(
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
-        # Two sizes take turns, and the smaller one comes again after the larger: if only one were remembered, pixels
-        # would be followed four times.
+        # Two sizes take turns, and the smaller one comes again after the larger: if only one were
+        # remembered, pixels would be followed four times.
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]

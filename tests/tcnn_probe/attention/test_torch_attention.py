@@ -1,4 +1,6 @@
-"""torch's own multi-head attention and functions, in a user's models: statistics equal brute force."""
+"""torch's own multi-head attention and functions, in a user's models: statistics equal brute
+force.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +23,12 @@ PICTURES = torch.randn(B, 3, 12, 20, generator=GENERATOR)
 
 
 def of_heads(weights: Tensor, images: int) -> Tensor:
-    """Reshape (B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N, N)."""
+    """Reshape (B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N,
+    N).
+    """
     if weights.ndim == 5:
         weights = weights.flatten(1, 2)
-    return (
-        weights.unflatten(0, (images, -1))[:, None]
-        if weights.ndim == 3
-        else weights[:, None]
-    )
+    return weights.unflatten(0, (images, -1))[:, None] if weights.ndim == 3 else weights[:, None]
 
 
 OWN = same(grid(3, 5), arrange=of_heads)
@@ -38,9 +38,7 @@ NOWHERE = Layout(None, None, arrange=of_heads)
 class Patches(nn.Module):
     """Model that passes 3 x 5 patches (B, N, d) to a layer in some way."""
 
-    def __init__(
-        self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]
-    ) -> None:
+    def __init__(self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, DIM, 4, 4)
         self.attend = attend
@@ -52,7 +50,8 @@ class Patches(nn.Module):
 
 
 padding = torch.zeros(B, N, dtype=torch.bool)
-# The last keys of all images are hidden, and one more of a single image, so that masks differ between images.
+# The last keys of all images are hidden, and one more of a single image, so that masks differ
+# between images.
 padding[:, 12:] = True
 padding[1, 3] = True
 hidden = torch.rand(N, N, generator=GENERATOR) < 0.4
@@ -139,24 +138,22 @@ def test_features_with_the_sequence_first() -> None:
 
 
 def encoder(*, norm_first: bool = False) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(
-        DIM, HEADS, 17, batch_first=True, norm_first=norm_first
-    )
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 17, batch_first=True, norm_first=norm_first)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder_equals_brute_force(norm_first: bool) -> None:
     layouts = {f"attend.layers.{i}.self_attn": OWN for i in range(2)}
-    check(
-        Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts
-    )
+    check(Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_disables_the_fast_path_of_an_encoder(padded: bool) -> None:
-    """torch computes a layer in eval mode in one kernel, with 0 at padding; a recorded layer uses the ordinary path."""
+    """torch computes a layer in eval mode in one kernel, with 0 at padding; a recorded layer uses
+    the ordinary path.
+    """
     model = encoder()
     x = torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
@@ -205,7 +202,9 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with queries (B, groups, heads of a group, N, d), and keys and values (B, groups, N, d)."""
+    """Attend with queries (B, groups, heads of a group, N, d), and keys and values (B, groups, N,
+    d).
+    """
     q = q.unflatten(1, (k.shape[1], -1))
     weights = torch.einsum("bghid,bgjd->bghij", q, k).softmax(-1)
     return torch.einsum("bghij,bgjd->bghid", weights, v)
@@ -230,9 +229,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grouped queries, on axes of their own": in_groups,
     "grouped queries, on axes of their own, fused": in_groups_fused,
     "queries of one image": lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v),
-    "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(
-        q, k[:1], v[:1]
-    ),
+    "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
     "softmax": lambda q, k, v: (q @ k.mT).softmax(dim=-1) @ v,
     "functional": lambda q, k, v: F.softmax(torch.matmul(q, k.mT), dim=-1).matmul(v),
     "module": lambda q, k, v: nn.Softmax(dim=-1)(q @ k.mT) @ v,
@@ -268,9 +265,7 @@ def test_one_head_without_a_batch_axis(heads: int | None) -> None:
         def forward(self, query: Tensor, key: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, key)
 
-    layout = Layout(
-        None, None, arrange=lambda weights, images: weights.expand(1, 1, 1, 7, 11)
-    )
+    layout = Layout(None, None, arrange=lambda weights, images: weights.expand(1, 1, 1, 7, 11))
     check(
         Alone().eval(),
         (torch.randn(7, DIM), torch.randn(11, DIM)),

@@ -27,27 +27,21 @@ NAFLEX = {"embed_dim": 24, "depth": 1, "num_heads": 3}
 HIERA = {"embed_dim": 16, "stages": (1, 1, 1, 1)}
 
 
-def vit(
-    model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
-) -> Family:
+def vit(model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7) -> Family:
     """Return a ViT, with class and register tokens before its patches, or with registers only."""
     # Pools and class attention have a single query, the class token, which lies on no grid.
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
         "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),
-        "*": Layout(
-            *[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token
-        ),
+        "*": Layout(*[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token),
     }
-    return Family(
-        model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain
-    )
+    return Family(model, partial(timm.create_model, model, **SMALL), SIZE, layouts, gain)
 
 
-def of_units(
-    rows: int, columns: int, pools: int, windows: int, pooled: int = 1
-) -> list[Place]:
-    """Return positions of a unit's tokens by timm's reordering, on a grid with ``pooled`` times as many rows."""
+def of_units(rows: int, columns: int, pools: int, windows: int, pooled: int = 1) -> list[Place]:
+    """Return positions of a unit's tokens by timm's reordering, on a grid with ``pooled`` times as
+    many rows.
+    """
     unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
     in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
     cells = in_order.view(-1, windows)[:, 0]
@@ -59,7 +53,9 @@ def of_units(
 
 
 def hiera(units: tuple[int, int], heads: int) -> Family:
-    """Return Hiera, with units of 32 x 32 pixels and global attention at the end; queries are pooled three times."""
+    """Return Hiera, with units of 32 x 32 pixels and global attention at the end; queries are
+    pooled three times.
+    """
     high, wide = units
     count = units[0] * units[1]
     options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 2, 1)}
@@ -75,9 +71,7 @@ def hiera(units: tuple[int, int], heads: int) -> Family:
     layouts = {
         "blocks.0.*": Layout(first, first, arrange=windows_last),
         "blocks.1.*": Layout(tokens(1, count, 2), first, arrange=windows_last),
-        "blocks.2.*": Layout(
-            tokens(2, count, 2), tokens(1, count), arrange=windows_last
-        ),
+        "blocks.2.*": Layout(tokens(2, count, 2), tokens(1, count), arrange=windows_last),
         "blocks.3.*": Layout(last, last, arrange=windows_last),
         "blocks.4.*": Layout(tokens(3, 1, 2), last, arrange=windows_last),
     }
@@ -118,7 +112,9 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_captured_attention_is_what_multiplies_the_values() -> None:
-    """The oracle's attention equals the input of the dropout before the values, which an ordinary hook reads."""
+    """The oracle's attention equals the input of the dropout before the values, which an ordinary
+    hook reads.
+    """
     model = sharpen(FAMILIES[0].make())
     images = FAMILIES[0].images()
     twin = copy.deepcopy(model).double()

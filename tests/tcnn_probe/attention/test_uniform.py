@@ -1,4 +1,6 @@
-"""Statistics of uniform attention against all pairs in float64; families test those of softmax attention."""
+"""Statistics of uniform attention against all pairs in float64; families test those of softmax
+attention.
+"""
 
 import math
 from typing import Any
@@ -22,8 +24,11 @@ pytestmark = pytest.mark.numerical
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_layer_with_uniform_attention(geometry: str) -> None:
-    """The gates are 1 and there is no locality, so the oracle's distance and entropy are those of uniform attention."""
-    # A gate of 1 - e^-60 leaves positional attention alone, and a locality near zero makes it uniform.
+    """The gates are 1 and there is no locality, so the oracle's distance and entropy are those of
+    uniform attention.
+    """
+    # A gate of 1 - e^-60 leaves positional attention alone, and a locality near zero makes it
+    # uniform.
     layer = GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double()
     x = torch.randn(2, 5, 7, 11).double()
     with torch.no_grad():
@@ -46,22 +51,24 @@ def test_layer_with_uniform_attention(geometry: str) -> None:
 
 
 def test_asymmetric_padding() -> None:
-    """Padding "same" adds 3 x 2 pixels; queries are 2 pixels apart on 7 x 11, starting at the kernel's centre."""
+    """Padding "same" adds 3 x 2 pixels; queries are 2 pixels apart on 7 x 11, starting at the
+    kernel's centre.
+    """
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
-    # Of 3 x 2 pixels of padding, 1 is before and 2 are behind along y, and 1 on either side along x.
+    # Of 3 x 2 pixels of padding, 1 is before and 2 are behind along y, and 1 on either side along
+    # x.
     uniform = gated_attention_of(layer, torch.randn(1, 5, 7, 11)).uniform_scales()
     queries = [(y, x) for y in range(0, 8, 2) for x in range(0, 12, 2)]
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
     far = [math.dist(query, key) for query in queries for key in keys]
     assert float(uniform["uniform_distance"]) == pytest.approx(np.mean(far), abs=1e-12)
-    assert float(uniform["uniform_entropy"]) == pytest.approx(
-        math.log(len(keys)), abs=1e-12
-    )
+    assert float(uniform["uniform_entropy"]) == pytest.approx(math.log(len(keys)), abs=1e-12)
 
 
 def test_many_tokens() -> None:
     """66,000 tokens have 4 * 10^9 pairs, which must not be formed."""
-    # The sides are primes, and give 65,939 tokens. The sum is over offsets, weighted by their number of pairs.
+    # The sides are primes, and give 65,939 tokens. The sum is over offsets, weighted by their
+    # number of pairs.
     rows, columns = 233, 283
     down = np.arange(rows)[:, None]
     right = np.arange(columns)
@@ -79,9 +86,9 @@ def test_mean_over_images_of_different_sizes() -> None:
             recorder.mark(epoch=0)
     # There is one image of 7 x 13 keys and three of 9 x 7, with a padding of 1.
     expected = (math.log(7 * 13) + 3 * math.log(9 * 7)) / 4
-    assert float(
-        recorder.dataset.uniform_entropy.sel(layer="near").item()
-    ) == pytest.approx(expected, rel=1e-12)
+    assert float(recorder.dataset.uniform_entropy.sel(layer="near").item()) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def swin() -> nn.Module:
@@ -105,9 +112,7 @@ def test_regions_of_shifted_windows_are_those_of_the_mask(
         window_size=3,
     ).eval()
     seen = model.layers[0].blocks[1].attn_mask.numpy() > -100
-    far = np.array(
-        [[math.dist(a, b) for b in np.ndindex(3, 3)] for a in np.ndindex(3, 3)]
-    )
+    far = np.array([[math.dist(a, b) for b in np.ndindex(3, 3)] for a in np.ndindex(3, 3)])
     expected = {
         "uniform_entropy": np.log(seen.sum(-1)).mean(),
         "uniform_distance": ((far * seen).sum(-1) / seen.sum(-1)).mean(),

@@ -1,4 +1,6 @@
-"""Layers without attention between tokens are listed with a reason, and layers beside them are recorded."""
+"""Layers without attention between tokens are listed with a reason, and layers beside them are
+recorded.
+"""
 
 import json
 import re
@@ -23,10 +25,9 @@ import tcnn_probe
 TINY = {"img_size": (32, 48), "embed_dim": 24, "depth": 2, "num_heads": 3}
 DAVIT = {"depths": (1, 1), "embed_dims": (32, 64), "num_heads": (2, 4)}
 
-# Model: options, size, classes of listed layers with a part of the reason, and classes of recorded layers.
-CASES: dict[
-    str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str, int]]
-] = {
+# Model: options, size, classes of listed layers with a part of the reason, and classes of recorded
+# layers.
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str, int]]] = {
     "xcit_nano_12_p8_224": (
         TINY,
         (32, 48),
@@ -105,9 +106,7 @@ CASES: dict[
 }
 
 
-@pytest.mark.study(
-    but=["xcit_nano_12_p8_224", "edgenext_xx_small", "lambda_resnet26t", "resnet18"]
-)
+@pytest.mark.study(but=["xcit_nano_12_p8_224", "edgenext_xx_small", "lambda_resnet26t", "resnet18"])
 @pytest.mark.parametrize("name", CASES)
 def test_unsupported_layers_have_reasons(name: str) -> None:
     options, size, listed, recorded = CASES[name]
@@ -126,15 +125,11 @@ def test_unsupported_layers_have_reasons(name: str) -> None:
             recorder.mark(epoch=0)
             assert recorder.dataset.entropy.notnull().any("head").all()
         else:
-            with pytest.raises(
-                RuntimeError, match="nothing to mark: no attention was seen"
-            ):
+            with pytest.raises(RuntimeError, match="nothing to mark: no attention was seen"):
                 recorder.mark(epoch=0)
 
     assert {kind: classes(layers).count(kind) for kind in classes(layers)} == recorded
-    expected = [
-        layer for layer, module in modules.items() if type(module).__name__ in listed
-    ]
+    expected = [layer for layer, module in modules.items() if type(module).__name__ in listed]
     # The order is that of the model, for users who look for the first missing layer.
     assert list(unsupported) == expected, "all of them, in the model's order"
     for layer, reason in unsupported.items():
@@ -142,14 +137,16 @@ def test_unsupported_layers_have_reasons(name: str) -> None:
     # No layer whose name says attention may be ignored silently.
     for layer, module in modules.items():
         if re.search("Attn|Attention", type(module).__name__):
-            assert any(
-                path.split("#")[0].startswith(layer) for path in (*unsupported, *layers)
-            ), layer
+            assert any(path.split("#")[0].startswith(layer) for path in (*unsupported, *layers)), (
+                layer
+            )
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_differential_attention_is_listed_fused_or_not(fused: bool) -> None:
-    """Its two softmaxes must not count as two layers of half the width, nor as a softmax that weighs no values."""
+    """Its two softmaxes must not count as two layers of half the width, nor as a softmax that
+    weighs no values.
+    """
     model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **TINY).eval()
     # The two implementations call different functions.
     for block in model.blocks:
@@ -251,7 +248,9 @@ def test_a_layer_that_attends_later_is_recorded() -> None:
 
 
 class Channels(nn.Module):
-    """XCiT's attention between the channels of each head, as vit-pytorch writes it; heads are wider than tokens."""
+    """XCiT's attention between the channels of each head, as vit-pytorch writes it; heads are wider
+    than tokens.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -358,7 +357,9 @@ def test_nested_tensors_have_a_reason(layout: torch.layout, attend: str) -> None
 
 
 class NestedEncoder(nn.Module):
-    """torch's encoder on nested tensors, which it can only run in its fast path, before attention that is padded."""
+    """torch's encoder on nested tensors, which it can only run in its fast path, before attention
+    that is padded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,8 +412,8 @@ def test_distributed_tensors_have_a_reason() -> None:
             with tcnn_probe.record(model) as recorder:
                 assert torch.equal(model(images).full_tensor(), expected)
         reasons = recorder.unsupported.values()
-        assert [reason[:33] for reason in reasons] == [
-            "it attends in distributed tensors"
-        ] * TINY["depth"]
+        assert [reason[:33] for reason in reasons] == ["it attends in distributed tensors"] * TINY[
+            "depth"
+        ]
     finally:
         distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Tokens of videos are on a grid of frames, rows and columns: statistics and maps against brute force in float64."""
+"""Tokens of videos are on a grid of frames, rows and columns: statistics and maps against brute
+force in float64.
+"""
 
 from collections import defaultdict
 from itertools import product
@@ -77,17 +79,15 @@ def test_maps_by_frame(name: str) -> None:
     # Frame 3 is in the second tube, and pixel (9, 20) in its second row and third column.
     from_pixel = tcnn_probe.attention_maps(model, videos(), queries=[(3, 9, 20)])
     node = from_pixel["3x3x2x5"].dataset.isel(layer=0)
-    np.testing.assert_allclose(
-        node.attention[:, :, 0], expected[:, :, 1, 1, 2], atol=20 * FLOAT32
-    )
-    places = [
-        node[f"{kind}_{dim}"].item() for kind in ("query", "from") for dim in cells
-    ]
+    np.testing.assert_allclose(node.attention[:, :, 0], expected[:, :, 1, 1, 2], atol=20 * FLOAT32)
+    places = [node[f"{kind}_{dim}"].item() for kind in ("query", "from") for dim in cells]
     assert places == [1, 1, 2, 3, 9, 20]
 
 
 def test_maps_of_videos_with_channels_first() -> None:
-    """Maps equal those with frames first, as torchvision's models take videos; one frame is drawn and explored."""
+    """Maps equal those with frames first, as torchvision's models take videos; one frame is drawn
+    and explored.
+    """
 
     class ChannelsFirst(nn.Module):
         def __init__(self) -> None:
@@ -107,9 +107,7 @@ def test_maps_of_videos_with_channels_first() -> None:
     np.testing.assert_allclose(drawn, values / values.max(), atol=20 * FLOAT32)
     assert "(y, x)" in str(tcnn_probe.explore(frame).html)
     for draw in (tcnn_probe.plot.attention_maps, tcnn_probe.explore):
-        with pytest.raises(
-            ValueError, match=r"isel\(frame=0, input_frame=0, query_frame=0\)"
-        ):
+        with pytest.raises(ValueError, match=r"isel\(frame=0, input_frame=0, query_frame=0\)"):
             draw(maps)
 
 
@@ -123,15 +121,15 @@ def test_queries_in_videos_have_frames() -> None:
 
 
 def equivariance(mean: np.ndarray) -> float:
-    """Return the share of a pattern's variance (tokens, tokens) that offsets in time, rows and columns explain."""
+    """Return the share of a pattern's variance (tokens, tokens) that offsets in time, rows and
+    columns explain.
+    """
     cells = list(product(*map(range, CELLS)))
     groups = defaultdict(list)
     for (i, query), (j, key) in product(enumerate(cells), repeat=2):
         offset = tuple(k - q for q, k in zip(query, key, strict=True))
         groups[offset].append(mean[i, j])
-    within = sum(
-        ((np.array(group) - np.mean(group)) ** 2).sum() for group in groups.values()
-    )
+    within = sum(((np.array(group) - np.mean(group)) ** 2).sum() for group in groups.values())
     pairs = mean.size
     total = ((mean - mean.mean()) ** 2).sum()
     return 1 - within / (pairs - len(groups)) / (total / (pairs - 1))
@@ -150,9 +148,7 @@ def test_equivariance_includes_time() -> None:
     # The query is in the middle frame, in its second row and column; frames are stacked vertically.
     query = 1 * ROWS * COLUMNS + 1 * COLUMNS + 1
     row = mean[:, query].reshape(3, FRAMES * ROWS, COLUMNS)
-    pattern = recorder.tree["mean-attention"].mean_attention.isel(
-        epoch=0, layer=0, query=0
-    )
+    pattern = recorder.tree["mean-attention"].mean_attention.isel(epoch=0, layer=0, query=0)
     np.testing.assert_allclose(pattern, row, atol=FLOAT32)
     # Two rows have no inner tokens.
     kinds = recorder.dataset.sink_kind.isel(epoch=0)
@@ -160,7 +156,9 @@ def test_equivariance_includes_time() -> None:
 
 
 def test_other_orders_of_tokens_have_no_grid() -> None:
-    """VideoMAE's decoder puts mask tokens behind visible ones; V-JEPA's predictor sorts them in among these."""
+    """VideoMAE's decoder puts mask tokens behind visible ones; V-JEPA's predictor sorts them in
+    among these.
+    """
     model = video_model(
         "VideoMAEForPreTraining",
         decoder_num_hidden_layers=1,

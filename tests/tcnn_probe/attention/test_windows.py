@@ -50,7 +50,9 @@ def swin(name: str, model: str) -> Family:
 
 
 def samvit() -> Family:
-    """Return SAM's encoder on 5 x 7 patches: windows of 3 x 3 with padding, and global attention in the last block."""
+    """Return SAM's encoder on 5 x 7 patches: windows of 3 x 3 with padding, and global attention in
+    the last block.
+    """
     options = {
         "img_size": (40, 56),
         "patch_size": 8,
@@ -63,14 +65,14 @@ def samvit() -> Family:
         "blocks.0*": same(grid(3, 3), arrange=merged(3)),
         "blocks.1*": same(grid(5, 7), arrange=merged(3)),
     }
-    model = partial(
-        VisionTransformerSAM, **options, global_attn_indexes=(1,), use_rel_pos=True
-    )
+    model = partial(VisionTransformerSAM, **options, global_attn_indexes=(1,), use_rel_pos=True)
     return Family("samvit", model, (40, 56), layouts)
 
 
 def twins() -> Family:
-    """Return Twins: 2 windows of 7 x 7, as many as heads, and 7 x 14 queries with keys pooled by 7 x 7."""
+    """Return Twins: 2 windows of 7 x 7, as many as heads, and 7 x 14 queries with keys pooled by 7
+    x 7.
+    """
     small = {
         "embed_dims": (8,),
         "num_heads": (2,),
@@ -87,17 +89,15 @@ def twins() -> Family:
 
 
 def halo() -> Family:
-    """Return HaloNet: blocks of 4 x 4 pixels see 6 x 6, with zeros beyond the image; every second pixel is a query."""
-    layer = partial(
-        HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1
-    )
+    """Return HaloNet: blocks of 4 x 4 pixels see 6 x 6, with zeros beyond the image; every second
+    pixel is a query.
+    """
+    layer = partial(HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1)
     layout = Layout(  # the layer has (B * heads, blocks, N, N)
         # Every second of 4 x 4 pixels is a query, and the halo of one pixel shifts the origin.
         grid(2, 2, spacing=(2, 2), origin=(1, 1)),
         grid(6, 6),
-        arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(
-            1, 2
-        ),
+        arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(1, 2),
     )
     return Family(
         "halo",
@@ -108,7 +108,9 @@ def halo() -> Family:
 
 
 def mobilevit() -> Family:
-    """Return MobileViT: a pixel sees those at the same place of every patch of 2 x 2 pixels, which makes 4 sets."""
+    """Return MobileViT: a pixel sees those at the same place of every patch of 2 x 2 pixels, which
+    makes 4 sets.
+    """
     # The four sets of pixels are separate grids.
     shapes = {"stages.2*": (4, 6), "stages.3*": (2, 3), "stages.4*": (1, 2)}
     layouts = {glob: same(grid(*shape)) for glob, shape in shapes.items()}
@@ -124,12 +126,15 @@ def mobilevit() -> Family:
 
 
 def gcvit() -> Family:
-    """Return GCViT, with windows in each stage and global queries of the whole image in place of a window's own."""
+    """Return GCViT, with windows in each stage and global queries of the whole image in place of a
+    window's own.
+    """
     small = {
         "embed_dim": 8,
         "depths": (2, 1, 1, 1),
         "num_heads": (2, 2, 4, 4),
-        # The window is the image divided by these numbers, so that all stages but the third have windows of one size.
+        # The window is the image divided by these numbers, so that all stages but the third have
+        # windows of one size.
         "window_ratio": (32, 32, 16, 32),
     }
     layouts = {"stages.2*": same(grid(4, 6)), **OF_SIX}
@@ -143,7 +148,9 @@ def gcvit() -> Family:
 
 
 def nest() -> Family:
-    """Return NesT with windows of 4 x 4: 16 of them, then 4, as many as heads, then 1, the whole image."""
+    """Return NesT with windows of 4 x 4: 16 of them, then 4, as many as heads, then 1, the whole
+    image.
+    """
     small = {
         "embed_dims": (8, 8, 8),
         "num_heads": (2, 4, 4),
@@ -159,7 +166,9 @@ def nest() -> Family:
 
 
 def volo() -> Family:
-    """Return VOLO: 2 x 1 pixels, as many as heads, give the attention of 3 x 3 neighbours; then 2 x 1 patches."""
+    """Return VOLO: 2 x 1 pixels, as many as heads, give the attention of 3 x 3 neighbours; then 2 x
+    1 patches.
+    """
     small = {
         "layers": (1, 1),
         "embed_dims": (16, 16),
@@ -187,7 +196,9 @@ def volo() -> Family:
 
 
 def tnt() -> Family:
-    """Return TNT, with patches as a sentence, and the 4 x 4 pixels of a patch as words in an unknown order."""
+    """Return TNT, with patches as a sentence, and the 4 x 4 pixels of a patch as words in an
+    unknown order.
+    """
     small = {
         "embed_dim": 24,
         "inner_dim": 8,
@@ -221,7 +232,9 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_maps_of_shifted_windows() -> None:
-    """Maps of images 0 and 3 have the attention that each window's keys receive, and that of its central query."""
+    """Maps of images 0 and 3 have the attention that each window's keys receive, and that of its
+    central query.
+    """
     model = sharpen(FAMILIES[0].make()).double()
     images = FAMILIES[0].images().double()
     # Its windows are shifted, and mask what comes from the other side of the image.
@@ -255,6 +268,4 @@ def test_maps_of_shifted_windows() -> None:
             assert layer_maps[name].dims == ("image", "window", "head", "y", "x")
             # Maps are stored in float16: 11 significant bits, or multiples of 2^-24.
             value = value.reshape(*value.shape[:-1], 2, 3)
-            np.testing.assert_allclose(
-                layer_maps[name], value, rtol=2**-11, atol=2**-25
-            )
+            np.testing.assert_allclose(layer_maps[name], value, rtol=2**-11, atol=2**-25)

@@ -31,16 +31,17 @@ GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(2, 3, ROWS * 16, COLUMNS * 16, generator=GENERATOR)
 PATCHES = torch.randn(2, ROWS * COLUMNS, WIDTH, generator=GENERATOR)
 IDS = torch.randint(2, 90, (2, 7), generator=GENERATOR)
-# Seven words are fewer than the patches, and yet the number of tokens alone must not decide which are the grid.
+# Seven words are fewer than the patches, and yet the number of tokens alone must not decide which
+# are the grid.
 VECTORS = torch.randn(2, 7, WIDTH, generator=GENERATOR)
 # Positions are those of FLUX: the number of the image, row and column.
-POSITIONS = F.pad(
-    torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)), (1, 0)
-)
+POSITIONS = F.pad(torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)), (1, 0))
 
 
 class Block(nn.Module):
-    """Attention with a residual, over parts that are joined before it, or inside it for each head."""
+    """Attention with a residual, over parts that are joined before it, or inside it for each
+    head.
+    """
 
     cached = False
 
@@ -49,16 +50,13 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.inside = inside
 
-    def forward(
-        self, parts: Sequence[Tensor], mask: Tensor | None = None
-    ) -> list[Tensor]:
+    def forward(self, parts: Sequence[Tensor], mask: Tensor | None = None) -> list[Tensor]:
         q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
         if self.cached:
-            # transformers joins new keys to those of its cache, which starts without any token axes.
+            # transformers joins new keys to those of its cache, which starts without any token
+            # axes.
             k, v = (torch.cat([x.new_empty(0), x], -2) for x in (k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
-            1, 2
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
         outputs = self.out(attended.flatten(2)).split([x.shape[1] for x in parts], 1)
         return [x + output for x, output in zip(parts, outputs, strict=True)]
 
@@ -102,7 +100,8 @@ class Joint(nn.Module):
                 "patch": mask.new_ones(len(mask), 15),
             }
             is_visible = torch.cat([visible[name] for name in self.order], 1)
-            # Models of text use a large number instead of infinity, so that a row with all keys hidden stays finite.
+            # Models of text use a large number instead of infinity, so that a row with all keys
+            # hidden stays finite.
             mask = (1 - is_visible.to(image.dtype))[:, None, None] * -1e30
         if self.inside is None:
             x = [torch.cat(x, 1)]
@@ -143,13 +142,10 @@ def test_joint_blocks_equal_brute_force(
     torch.manual_seed(0)
     model = sharpen(Joint(order, inside)).double()
     inputs = tuple(
-        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x in inputs
+        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     )
     # One recording has all probes that read segments, which must agree on the kinds of tokens.
-    recorder = recorded(
-        model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"]
-    )
+    recorder = recorded(model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"])
     references = attention_of(model, *inputs)
     assert (
         [reference.layer for reference in references]
@@ -161,9 +157,7 @@ def test_joint_blocks_equal_brute_force(
     places = [
         place
         for name in order
-        for place in (
-            grid(ROWS, COLUMNS) if name == "patch" else [None] * lengths[name]
-        )
+        for place in (grid(ROWS, COLUMNS) if name == "patch" else [None] * lengths[name])
     ]
     ds = recorder.dataset.isel(epoch=0)
     shares = recorder.tree["segments"].segment_attention.isel(epoch=0)
@@ -174,7 +168,8 @@ def test_joint_blocks_equal_brute_force(
         mask = mask_of(reference.logits.numpy()[:, None])
         real = mask.queries[:, 0]
         patches = [place is not None for place in places]
-        # In float64, sums of some twenty shares err by 1e-15, and sharpened logits by 1e-13, far below 1e-9.
+        # In float64, sums of some twenty shares err by 1e-15, and sharpened logits by 1e-13, far
+        # below 1e-9.
         np.testing.assert_allclose(
             ds.entropy.sel(layer), mask.mean(entropy(weights[:, None])), atol=1e-9
         )
@@ -189,9 +184,7 @@ def test_joint_blocks_equal_brute_force(
         assert ("class_entropy" in ds) == ("class" in order)
         if "class" in order:
             row = weights[:, :, kinds.index("class")]
-            np.testing.assert_allclose(
-                ds.class_entropy.sel(layer), entropy(row).mean(0), atol=1e-9
-            )
+            np.testing.assert_allclose(ds.class_entropy.sel(layer), entropy(row).mean(0), atol=1e-9)
         expected = np.zeros((HEADS, len(TOKEN_KINDS)))
         for b in range(2):
             for h in range(HEADS):
@@ -199,11 +192,7 @@ def test_joint_blocks_equal_brute_force(
                 kind = kinds[sink]
                 if kind == "patch":
                     y, x = places[sink]
-                    kind = (
-                        "inner"
-                        if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1
-                        else "border"
-                    )
+                    kind = "inner" if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1 else "border"
                 # Each of the two images contributes a half.
                 expected[h, TOKEN_KINDS.index(kind)] += 0.5
         np.testing.assert_allclose(
@@ -212,9 +201,7 @@ def test_joint_blocks_equal_brute_force(
 
 
 def variable_of(recorder: tcnn_probe.Recorder, name: str) -> Any:
-    return next(
-        node.dataset[name] for node in recorder.tree.subtree if name in node.dataset
-    )
+    return next(node.dataset[name] for node in recorder.tree.subtree if name in node.dataset)
 
 
 class Towers(nn.Module):
@@ -327,7 +314,9 @@ def test_masks_of_words_are_not_grids() -> None:
 
 
 def test_a_mask_is_not_a_feature_map() -> None:
-    """Nine keys that cannot be followed are not a map of three rows just because a mask has three."""
+    """Nine keys that cannot be followed are not a map of three rows just because a mask has
+    three.
+    """
 
     class Decoder(nn.Module):
         def __init__(self) -> None:
@@ -354,7 +343,8 @@ class Sink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        # As in gpt-oss, the logit is appended, and its weight cut off before the values: the others no longer sum to 1.
+        # As in gpt-oss, the logit is appended, and its weight cut off before the values: the others
+        # no longer sum to 1.
         logits = x @ x.mT
         sinks = self.sink.expand(len(x), -1, x.shape[2], -1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)

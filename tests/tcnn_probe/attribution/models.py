@@ -25,9 +25,7 @@ class Linear(nn.Module):
     def __init__(self, classes: int = 3, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.weight = nn.Parameter(
-            torch.randn(classes, 2, 7, 11, generator=generator, dtype=dtype)
-        )
+        self.weight = nn.Parameter(torch.randn(classes, 2, 7, 11, generator=generator, dtype=dtype))
         self.bias = nn.Parameter(torch.randn(classes, generator=generator, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +33,9 @@ class Linear(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """Model of (B, 2, 12, 20) that sees only rows 3 to 7, columns 10 to 16: class 1 if they are bright, else 0."""
+    """Model of (B, 2, 12, 20) that sees only rows 3 to 7, columns 10 to 16: class 1 if they are
+    bright, else 0.
+    """
 
     rows, columns = slice(3, 8), slice(10, 17)
 
@@ -47,10 +47,9 @@ class OneBlock(nn.Module):
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        brightness = self.act(self.features(x))[:, 0, self.rows, self.columns].mean(
-            (1, 2)
-        )
-        # Brightness is about 1 in :func:`bright`, so that class 1 scores 4 higher; in a black image class 0 does.
+        brightness = self.act(self.features(x))[:, 0, self.rows, self.columns].mean((1, 2))
+        # Brightness is about 1 in :func:`bright`, so that class 1 scores 4 higher; in a black image
+        # class 0 does.
         return torch.stack([torch.zeros_like(brightness), 8 * brightness - 4], 1)
 
     def mask(self, images: int) -> Tensor:
@@ -61,9 +60,7 @@ class OneBlock(nn.Module):
 
 def bright(images: int = 3) -> Tensor:
     """Return images for :class:`OneBlock` that are bright everywhere."""
-    return 1 + 0.1 * torch.rand(
-        images, 2, 12, 20, generator=torch.Generator().manual_seed(2)
-    )
+    return 1 + 0.1 * torch.rand(images, 2, 12, 20, generator=torch.Generator().manual_seed(2))
 
 
 def transformer(name: str, depth: int = 2, **options: object) -> nn.Module:
@@ -83,12 +80,12 @@ def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Modu
     )
 
 
-def bilinear(
-    maps: np.ndarray, height: int, width: int, first: float | None = None
-) -> np.ndarray:
-    """Interpolate (B, h, w) to (B, H, W) by a loop over pixels, with the border's values beyond the outermost cells.
+def bilinear(maps: np.ndarray, height: int, width: int, first: float | None = None) -> np.ndarray:
+    """Interpolate (B, h, w) to (B, H, W) by a loop over pixels, with the border's values beyond the
+    outermost cells.
 
-    Cells divide the image evenly, unless ``first`` gives the pixel (first, first) of the first cell.
+    Cells divide the image evenly, unless ``first`` gives the pixel (first, first) of the first
+    cell.
     """
     rows, columns = maps.shape[1:]
     images = np.empty((len(maps), height, width))

@@ -85,10 +85,7 @@ def test_bad_masks_and_tolerances_are_refused() -> None:
 
 def ranks(values: list[float]) -> list[float]:
     """Return 1 + the number of smaller values + half the number of other equal values."""
-    return [
-        1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2
-        for a in values
-    ]
+    return [1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
 
 
 def test_rank_correlation() -> None:

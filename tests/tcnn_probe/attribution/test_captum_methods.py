@@ -52,20 +52,14 @@ def test_attribution_of_a_linear_model_is_its_contributions(method: str) -> None
     np.testing.assert_allclose(absolute, abs(by_hand), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)]
-)
+@pytest.mark.parametrize("baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)])
 @pytest.mark.parametrize("method", ["integrated_gradients", "occlusion"])
 def test_baseline_is_subtracted(method: str, baseline: float | Tensor) -> None:
     model, x = Linear(), images()
     options = {"window": 1, "stride": 1} if method == "occlusion" else {}
-    maps = tcnn_probe.saliency(
-        model, x, 1, method, baseline=baseline, batch_size=2, **options
-    )
+    maps = tcnn_probe.saliency(model, x, 1, method, baseline=baseline, batch_size=2, **options)
     # captum computes the weights of steps in float32, whatever the dtype of the model.
-    np.testing.assert_allclose(
-        maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6
-    )
+    np.testing.assert_allclose(maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6)
 
 
 GAUSS_LEGENDRE = {  # points from 0 to 1, and their weights
@@ -140,7 +134,9 @@ def grad_cam(
     target: list[int],
     as_maps: Any = lambda x: x,
 ) -> np.ndarray:
-    """Compute Eqs. 1 and 2 of the paper by hand; ``as_maps`` turns the layer's output into feature maps."""
+    """Compute Eqs. 1 and 2 of the paper by hand; ``as_maps`` turns the layer's output into feature
+    maps.
+    """
     outputs: list[Tensor] = []
     handle = layer.register_forward_hook(
         # The output is copied before the next ReLU overwrites it.
@@ -150,22 +146,13 @@ def grad_cam(
     handle.remove()
     maps = []
     for image, k in enumerate(target):
-        (gradient,) = torch.autograd.grad(
-            scores[image, k], outputs[0], retain_graph=True
-        )
+        (gradient,) = torch.autograd.grad(scores[image, k], outputs[0], retain_graph=True)
         weights = as_maps(gradient)[image].mean((1, 2))
-        maps.append(
-            (weights[:, None, None] * as_maps(outputs[0])[image])
-            .sum(0)
-            .detach()
-            .numpy()
-        )
+        maps.append((weights[:, None, None] * as_maps(outputs[0])[image]).sum(0).detach().numpy())
     return np.stack(maps)
 
 
-@pytest.mark.parametrize(
-    ("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)]
-)
+@pytest.mark.parametrize(("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)])
 def test_gradcam_by_hand(layer: str, default: bool) -> None:
     """Grad-CAM equals the paper's equations, even if ReLUs work in place."""
     torch.manual_seed(0)
@@ -178,9 +165,7 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     options = {} if default else {"layer": layer}
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **options)
     assert maps.attrs["layer"] == layer
-    np.testing.assert_allclose(
-        maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12
-    )
+    np.testing.assert_allclose(maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12)
     signed = tcnn_probe.saliency(
         model,
         x,
@@ -197,9 +182,7 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     ("make", "size", "layer"),
     [
         (
-            lambda: timm.create_model(
-                "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)
-            ),
+            lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
             (3, 64, 96),
             "norm_pre",
         ),
@@ -215,10 +198,7 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
 )
 def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) -> None:
     assert (
-        tcnn_probe.saliency(make(), torch.rand(1, *size), method="gradcam").attrs[
-            "layer"
-        ]
-        == layer
+        tcnn_probe.saliency(make(), torch.rand(1, *size), method="gradcam").attrs["layer"] == layer
     )
 
 
@@ -232,7 +212,8 @@ SWIN: dict[str, Any] = {
 # Model, size of images, its layer, and maps of its tokens.
 TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {
     "class token": (
-        # The patches of the last block do not reach the class token any more, so the layer is the block before.
+        # The patches of the last block do not reach the class token any more, so the layer is the
+        # block before.
         lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
         lambda x: x[:, 1:].unflatten(1, (3, 5)),
     ),
@@ -317,9 +298,7 @@ def test_gradcam_without_a_feature_map_is_refused(
     make: Any, size: tuple[int, ...], layer: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        tcnn_probe.saliency(
-            make(), torch.randn(1, *size), method="gradcam", layer=layer
-        )
+        tcnn_probe.saliency(make(), torch.randn(1, *size), method="gradcam", layer=layer)
 
 
 @pytest.mark.parametrize(
@@ -334,9 +313,7 @@ def test_gradcam_without_a_feature_map_is_refused(
     ],
 )
 @pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU activations")
-def test_any_class_of_captum(
-    method: Any, options: dict[str, Any], of_weights: Any
-) -> None:
+def test_any_class_of_captum(method: Any, options: dict[str, Any], of_weights: Any) -> None:
     """The gradient of a linear model is its weights."""
     model = nn.Sequential(nn.Identity(), Linear())
     x = images()
@@ -348,9 +325,7 @@ def test_any_class_of_captum(
     assert maps.attrs["source"] == f"captum's {name}"
 
 
-@pytest.mark.parametrize(
-    "method", ["DeepLift", "GradientShap", "GuidedGradCam", "FeatureAblation"]
-)
+@pytest.mark.parametrize("method", ["DeepLift", "GradientShap", "GuidedGradCam", "FeatureAblation"])
 @pytest.mark.filterwarnings("ignore:Setting ")
 def test_classes_of_every_kind_run(method: str) -> None:
     model = nn.Sequential(
@@ -420,9 +395,5 @@ def test_bad_options_are_refused(
 
 
 def test_bad_interpolation_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"
-    ):
-        tcnn_probe.saliency(
-            OneBlock(), bright(), method="gradcam", interpolation="bicubic"
-        )
+    with pytest.raises(ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"):
+        tcnn_probe.saliency(OneBlock(), bright(), method="gradcam", interpolation="bicubic")

@@ -22,11 +22,11 @@ from tests.tcnn_probe.attribution.models import (
 def expected(
     model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]
 ) -> np.ndarray:
-    """Compute rows of the queries by brute force, as means over heads, for patches only: (B, 3, 5)."""
+    """Compute rows of the queries by brute force, as means over heads, for patches only: (B, 3,
+    5).
+    """
     weights = next(
-        reference.weights
-        for reference in attention_of(model, images)
-        if reference.layer == layer
+        reference.weights for reference in attention_of(model, images) if reference.layer == layer
     ).numpy()
     rows = np.stack([weights[image, :, at, prefix:] for image, at in enumerate(query)])
     return rows.mean(1).reshape(len(images), 3, 5)
@@ -66,12 +66,8 @@ def test_equals_brute_force(case: str) -> None:
     # Weights are at most 1; maps are in float32, the reference in float64.
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *size, first), atol=1e-5)
     assert maps.attrs["layer"] == name
-    by_patch = tcnn_probe.saliency(
-        model, images, layer=attention, interpolation="nearest"
-    )
-    np.testing.assert_allclose(
-        by_patch.values, nearest(by_hand, *size, first), atol=1e-5
-    )
+    by_patch = tcnn_probe.saliency(model, images, layer=attention, interpolation="nearest")
+    np.testing.assert_allclose(by_patch.values, nearest(by_hand, *size, first), atol=1e-5)
 
 
 def test_map_of_the_targets_own_token() -> None:
@@ -80,9 +76,7 @@ def test_map_of_the_targets_own_token() -> None:
     images = torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
     by_hand = expected(model, images, "pool.block.attn", 0, [6, 1, 4])
-    np.testing.assert_allclose(
-        maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5
-    )
+    np.testing.assert_allclose(maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5)
     # These tokens belong to the classes before.
     of_wrong_targets = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
     assert abs(by_hand - of_wrong_targets).max() > 0.01
@@ -96,9 +90,7 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
     maps = tcnn_probe.saliency(model.to(dtype), images)
     assert maps.dtype == ("float64" if dtype == torch.float64 else "float32")
     # bfloat16 has 8 significant bits in logits and in weights, which are at most 1.
-    np.testing.assert_allclose(
-        maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05
-    )
+    np.testing.assert_allclose(maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +148,5 @@ class Ring(nn.Module):
 
 
 def test_patches_without_a_grid_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"no layer has a map of class attention \(.*grid"
-    ):
+    with pytest.raises(ValueError, match=r"no layer has a map of class attention \(.*grid"):
         tcnn_probe.saliency(Ring(), torch.randn(2, 3, 6, 14))

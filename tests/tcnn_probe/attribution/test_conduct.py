@@ -1,4 +1,6 @@
-"""Attribution leaves the model and torch unchanged: after an exception, in any mode, and with several threads."""
+"""Attribution leaves the model and torch unchanged: after an exception, in any mode, and with
+several threads.
+"""
 
 import sys
 from threading import Barrier, Thread
@@ -37,9 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def model_for(method: str) -> tuple[nn.Module, Tensor]:
     rollout = method == "rollout"
     model, size = (
-        (transformer("deit_tiny_patch16_224"), (24, 40))
-        if rollout
-        else (patchconvnet(), CONVOLVED)
+        (transformer("deit_tiny_patch16_224"), (24, 40)) if rollout else (patchconvnet(), CONVOLVED)
     )
     return model, torch.randn(2, 3, *size)
 
@@ -49,7 +49,9 @@ def maps_of(model: nn.Module, x: Tensor, method: str) -> xr.DataArray:
 
 
 def busy(method: str) -> tuple[nn.Module, Tensor]:
-    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a user's hook."""
+    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a
+    user's hook.
+    """
     model, x = model_for(method)
     model.train()
     model.blocks[0].eval()
@@ -74,8 +76,7 @@ class Everything:
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         self.trace = Trace(model)
         self.gradients = {
-            n: None if p.grad is None else p.grad.tolist()
-            for n, p in model.named_parameters()
+            n: None if p.grad is None else p.grad.tolist() for n, p in model.named_parameters()
         }
         self.images = images.tolist(), images.requires_grad, images.grad
         self.random = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # noqa: NPY002
@@ -91,7 +92,9 @@ class BrokenError(Exception):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_attribution_leaves_no_trace(method: str) -> None:
-    """This holds also after an exception in the forward that finds the targets (1), or in the method's own (2)."""
+    """This holds also after an exception in the forward that finds the targets (1), or in the
+    method's own (2).
+    """
     model, x = busy(method)
     calls = failing = 0
 
@@ -151,8 +154,7 @@ def test_threads_wait_for_each_other(method: Any) -> None:
     def attribute() -> None:
         barrier.wait()
         results.extend(
-            tcnn_probe.saliency(model, x, 1, method, batch_size=1).values
-            for _ in range(2)
+            tcnn_probe.saliency(model, x, 1, method, batch_size=1).values for _ in range(2)
         )
 
     threads = [Thread(target=attribute) for _ in range(3)]
@@ -183,7 +185,8 @@ def test_attribution_in_half_precision(method: str) -> None:
     usual = maps_of(model, x, method)
     half = maps_of(model.bfloat16(), x, method)
     assert half.dtype == "float32"
-    # bfloat16 has 8 significant bits, and gradients amplify its rounding; unrelated maps have a correlation near 0.
+    # bfloat16 has 8 significant bits, and gradients amplify its rounding; unrelated maps have a
+    # correlation near 0.
     assert np.corrcoef(half.values.ravel(), usual.values.ravel())[0, 1] > 0.9
 
 
@@ -214,10 +217,7 @@ def test_attribution_is_not_recorded(method: str) -> None:
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())
     # Recorders saw two images and one, without those of the attribution.
-    assert (
-        max(int(node.images.max()) for node in trees[0].subtree if "images" in node)
-        == 3
-    )
+    assert max(int(node.images.max()) for node in trees[0].subtree if "images" in node) == 3
     xr.testing.assert_equal(*trees)
 
 
@@ -233,9 +233,7 @@ def test_progress_bars_of_long_calls_are_shown_in_notebooks(
         assert bar.disable == (not notebook)
 
 
-@pytest.mark.parametrize(
-    ("progress", "shown"), [(True, True), (False, False), (None, False)]
-)
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
 def test_progress_bar(
     progress: bool | None, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,13 +41,11 @@ def by_hand(
 
 @pytest.mark.parametrize(
     ("steps", "batch_size", "baseline"),
-    # Steps take all 77 pixels at once, a number that does not divide them, or single pixels; baselines are a number, or
-    # one per channel.
+    # Steps take all 77 pixels at once, a number that does not divide them, or single pixels;
+    # baselines are a number, or one per channel.
     [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)],
 )
-def test_deletion_by_hand(
-    steps: int, batch_size: int, baseline: float | Tensor
-) -> None:
+def test_deletion_by_hand(steps: int, batch_size: int, baseline: float | Tensor) -> None:
     model = Linear()
     target = torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
@@ -72,21 +70,17 @@ def test_insertion_by_hand() -> None:
     model = Linear()
     target = torch.tensor(TARGETS)
     for start in (0.3, "blur"):
-        begin = (
-            background("blur", IMAGES)
-            if start == "blur"
-            else torch.full_like(IMAGES, 0.3)
-        )
+        begin = background("blur", IMAGES) if start == "blur" else torch.full_like(IMAGES, 0.3)
         shares, curves = by_hand(model, begin, IMAGES, 6)
-        result = insertion_curve(
-            model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2
-        )
+        result = insertion_curve(model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2)
         np.testing.assert_allclose(result[0], shares, atol=1e-12)
         np.testing.assert_allclose(result[1], curves, atol=1e-12)
 
 
 def test_blur_by_hand() -> None:
-    """A loop applies a Gaussian of 11 x 7 pixels (the image has 7 rows), with a reflected border."""
+    """A loop applies a Gaussian of 11 x 7 pixels (the image has 7 rows), with a reflected
+    border.
+    """
     image = IMAGES[:1, :1]
     kernels = []
     for side in (7, 11):
@@ -111,7 +105,8 @@ def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
     assert sorted(order[0].tolist()) == list(range(77))
     assert torch.equal(order[0], order[1])
     rest = order[0][order[0] > 0]
-    # Reading order would have a correlation of 1 or -1; 76 random ranks have a standard deviation of 0.11.
+    # Reading order would have a correlation of 1 or -1; 76 random ranks have a standard deviation
+    # of 0.11.
     assert abs(np.corrcoef(rest, np.arange(76))[0, 1]) < 0.3
     assert not torch.equal(order, pixel_order(maps, seed=1))
     # The order of equal values must not depend on the dtype.

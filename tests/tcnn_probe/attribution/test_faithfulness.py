@@ -1,4 +1,6 @@
-"""Inputs and results of faithfulness(), whose values are those of the functions of plain tensors."""
+"""Inputs and results of faithfulness(), whose values are those of the functions of plain
+tensors.
+"""
 
 import json
 from typing import Any
@@ -13,13 +15,9 @@ import tcnn_probe
 from tcnn_probe import attribution as explaining
 from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, patchconvnet
 
-IMAGES = torch.randn(
-    3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-)
+IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 # Values have both signs, to tell apart metrics that sort from metrics that take positive parts.
-MAPS = torch.randn(
-    3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-)
+MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 # Each image has the mask of another image's map, so that a part of each map lies inside.
 MASKS = MAPS.roll(1, 0) > 0.5
 
@@ -79,12 +77,8 @@ def test_values_are_those_of_the_functions() -> None:
     }
     assert ds.rank_correlation.dims == ("attribution", "other", "image")
     agreement = explaining.rank_correlation(MAPS, IMAGES[:, 0])
-    np.testing.assert_allclose(
-        ds.rank_correlation.sel(attribution="mine", other="x"), agreement
-    )
-    np.testing.assert_allclose(
-        ds.rank_correlation.sel(attribution="x", other="mine"), agreement
-    )
+    np.testing.assert_allclose(ds.rank_correlation.sel(attribution="mine", other="x"), agreement)
+    np.testing.assert_allclose(ds.rank_correlation.sel(attribution="x", other="mine"), agreement)
     np.testing.assert_allclose(ds.rank_correlation.sel(attribution="x", other="x"), 1)
 
 
@@ -110,20 +104,17 @@ def test_every_variable_is_described() -> None:
         "seed": 0,
     }
     assert ds.attrs["captum_version"]
-    assert (
-        json.loads(ds.attrs["attributions"])["first"]["definition"]
-        == "The first channel."
-    )
+    assert json.loads(ds.attrs["attributions"])["first"]["definition"] == "The first channel."
     plain = tcnn_probe.faithfulness(Linear(), IMAGES, first, metrics="deletion_auc")
     assert list(plain) == ["deletion_auc"]
 
 
 def test_results_of_saliency_as_input() -> None:
-    """Maps may be of one method or several, in any order of dimensions; targets are those of the maps."""
+    """Maps may be of one method or several, in any order of dimensions; targets are those of the
+    maps.
+    """
     model = Linear()
-    maps = tcnn_probe.saliency(
-        model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"]
-    )
+    maps = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"])
     expected = tcnn_probe.faithfulness(model, IMAGES, maps)
     assert expected.target.values.tolist() == [1, 1, 0]
     assert set(expected) == {
@@ -141,9 +132,7 @@ def test_results_of_saliency_as_input() -> None:
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     single = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
     assert single.attribution.values.tolist() == ["occlusion"]
-    np.testing.assert_allclose(
-        single.deletion_auc[0], expected.deletion_auc[0], atol=1e-12
-    )
+    np.testing.assert_allclose(single.deletion_auc[0], expected.deletion_auc[0], atol=1e-12)
     of_class_2 = tcnn_probe.faithfulness(model, IMAGES, maps, 2, metrics="deletion_auc")
     assert of_class_2.target.values.tolist() == [2, 2, 2]
 
@@ -152,9 +141,7 @@ def test_methods_by_name_equal_the_results_of_saliency() -> None:
     model = patchconvnet()
     x = torch.randn(3, 3, *CONVOLVED)
     layer = {"layer": "blocks.0.conv1"}
-    maps = tcnn_probe.saliency(
-        model, x, method=["class_attention", "gradcam"], gradcam=layer
-    )
+    maps = tcnn_probe.saliency(model, x, method=["class_attention", "gradcam"], gradcam=layer)
     precomputed = tcnn_probe.faithfulness(
         model, x, maps, metrics=["deletion_auc", "rank_correlation"]
     )

@@ -1,4 +1,6 @@
-"""Ctrl-C where a method enters or leaves a context manager or a mode must leave no mode and no hook behind."""
+"""Ctrl-C where a method enters or leaves a context manager or a mode must leave no mode and no hook
+behind.
+"""
 
 import contextlib
 import gc
@@ -22,8 +24,8 @@ from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
 from tests.tcnn_probe.contracts.helpers import Trace, vit
 
-# Python delivers a signal at the start of a function, and at the start of these functions a mode or a hook is half
-# entered or left.
+# Python delivers a signal at the start of a function, and at the start of these functions a mode or
+# a hook is half entered or left.
 FILES = {
     contextlib.__file__,
     _python_dispatch.__file__,
@@ -46,7 +48,9 @@ Place = tuple[str, str, int]
 
 
 class Interruption:
-    """Trace function that notes where context managers are called, and raises KeyboardInterrupt at one such place."""
+    """Trace function that notes where context managers are called, and raises KeyboardInterrupt at
+    one such place.
+    """
 
     def __init__(self, place: Place | None = None) -> None:
         self.places: dict[Place, None] = {}
@@ -101,9 +105,7 @@ def test_nothing_is_left_by_an_interruption(method: str) -> None:
     [
         tcnn_probe.record,
         tcnn_probe.ablate,
-        lambda model: tcnn_probe.attention_stream(
-            model, lambda attention: HeadEdit([0])
-        ),
+        lambda model: tcnn_probe.attention_stream(model, lambda attention: HeadEdit([0])),
     ],
     ids=["record", "ablate", "attention_stream"],
 )
@@ -143,9 +145,7 @@ class Interrupting(nn.Module):
         super().__setattr__(name, value)
 
 
-def test_flags_and_gradients_are_restored_even_if_the_restoration_is_interrupted() -> (
-    None
-):
+def test_flags_and_gradients_are_restored_even_if_the_restoration_is_interrupted() -> None:
     model = nn.Sequential(Interrupting(), nn.Linear(2, 2))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,6 @@
-"""The saliency of a model that attends to one known pixel peaks there, for each method with a grid."""
+"""The saliency of a model that attends to one known pixel peaks there, for each method with a
+grid.
+"""
 
 import itertools
 from typing import Any
@@ -13,7 +15,8 @@ import tcnn_probe
 SIZE = (36, 50)
 CASES = [
     (kernel, stride, kernel // 2 - shortfall)
-    # Kernels are even and odd, and overlap, touch or lie apart; the padding is half the kernel, or one pixel less.
+    # Kernels are even and odd, and overlap, touch or lie apart; the padding is half the kernel, or
+    # one pixel less.
     for kernel, stride, shortfall in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
 ]
 
@@ -29,9 +32,7 @@ class Attends(nn.Module):
         # The query is large enough that the bright token gets most of the weight.
         query = 0 * tokens[:, None] + 4
         return tokens + self.drop(
-            F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[
-                :, 0
-            ]
+            F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[:, 0]
         )
 
 
@@ -50,9 +51,7 @@ class Looks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cells = self.embed(x).flatten(2).transpose(1, 2)
         token = torch.zeros_like(cells[:, :1])
-        tokens = self.blocks(
-            torch.cat([cells, token] if self.last else [token, cells], 1)
-        )
+        tokens = self.blocks(torch.cat([cells, token] if self.last else [token, cells], 1))
         # Class 0 scores 0.
         return F.pad(tokens[:, -1 if self.last else 0], (1, 0))
 
@@ -75,9 +74,7 @@ def test_the_peak_is_at_the_pixel(method: str) -> None:
         # This is the centre of the cell's receptive field.
         y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))
         image[0, 0, y, x] = 1
-        maps = tcnn_probe.saliency(
-            model, image, 1, method.split()[0], **METHODS[method]
-        )[0]
+        maps = tcnn_probe.saliency(model, image, 1, method.split()[0], **METHODS[method])[0]
         assert float(maps[y, x]) == pytest.approx(float(maps.max()), rel=1e-6), (
             kernel,
             stride,

@@ -54,9 +54,7 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
 def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
     images = torch.randn(2, 3, 24, 24)
     options = {"samples": 2, "steps": 3}
-    scores = tcnn_probe.faithfulness(
-        vit, images, ["class_attention", "gradcam"], **options
-    )
+    scores = tcnn_probe.faithfulness(vit, images, ["class_attention", "gradcam"], **options)
     expected = tcnn_probe.faithfulness(
         LogitsAlone(vit), images, ["class_attention", "gradcam"], **options
     )

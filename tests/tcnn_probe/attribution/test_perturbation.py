@@ -10,9 +10,7 @@ from tcnn_probe.attribution.perturbation import random_squares
 from tests.tcnn_probe.attribution.models import Linear, OneBlock, bright
 
 pytestmark = pytest.mark.numerical
-IMAGES = torch.randn(
-    3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-)
+IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([2, 0, 1])
 
 
@@ -87,12 +85,9 @@ def test_sensitivity_by_hand(batch_size: int) -> None:
     for image, k in zip(IMAGES, [2, 1, 1], strict=True):
         original = k * image.sum(0) ** 2
         moved = [
-            k * (image + 0.3 * direction.double()).sum(0) ** 2 - original
-            for direction in noise
+            k * (image + 0.3 * direction.double()).sum(0) ** 2 - original for direction in noise
         ]
-        by_hand.append(
-            max(float(direction.norm()) for direction in moved) / float(original.norm())
-        )
+        by_hand.append(max(float(direction.norm()) for direction in moved) / float(original.norm()))
     target = torch.tensor([2, 1, 1])
     sensitivities = sensitivity(
         model,

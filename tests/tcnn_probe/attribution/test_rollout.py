@@ -25,14 +25,14 @@ pytestmark = pytest.mark.numerical
 def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.ndarray:
     """Multiply the matrices of all layers, where class attention acts on the token and the patches.
 
-    ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token comes after the trunk.
+    ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token
+    comes after the trunk.
     """
     heads: dict[str, list[Tensor]] = {}
     for reference in attention_of(model, images):
-        # Parallel layers, such as blocks.0.attns.0.attn and blocks.0.attns.1.attn, are one with the heads of both.
-        heads.setdefault(reference.layer.split(".attns.")[0], []).append(
-            reference.weights
-        )
+        # Parallel layers, such as blocks.0.attns.0.attn and blocks.0.attns.1.attn, are one with the
+        # heads of both.
+        heads.setdefault(reference.layer.split(".attns.")[0], []).append(reference.weights)
     layers = [torch.cat(weights, 1).numpy() for weights in heads.values()]
     maps = []
     for image in range(len(images)):
@@ -88,7 +88,9 @@ def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Towers(nn.Module):
-    """Two transformers side by side, "a" and "b", with a function from these and images to scores."""
+    """Two transformers side by side, "a" and "b", with a function from these and images to
+    scores.
+    """
 
     def __init__(self, scores: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -106,7 +108,9 @@ def without_gradients(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
 
 
 def from_a_trunk(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
-    """Return the scores of ``a``, from whose first block a block of ``b`` branches off, with an unused result."""
+    """Return the scores of ``a``, from whose first block a block of ``b`` branches off, with an
+    unused result.
+    """
     tokens = a.blocks[0](a._pos_embed(a.patch_embed(x)))
     b.blocks[1](tokens)
     return a.forward_head(a.norm(a.blocks[1](tokens)))
@@ -147,9 +151,7 @@ def into_a_buffer(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
         (into_a_buffer, "b"),
     ],
 )
-def test_towers_side_by_side_are_refused(
-    scores: Callable[..., Tensor], second: str
-) -> None:
+def test_towers_side_by_side_are_refused(scores: Callable[..., Tensor], second: str) -> None:
     message = f"depends on 'a.blocks.1.attn' and '{second}.blocks.0.attn', which run side by side"
     with pytest.raises(ValueError, match=message):
         tcnn_probe.saliency(Towers(scores), torch.randn(2, 3, *SIZE), method="rollout")
@@ -190,9 +192,7 @@ WINDOWS = {
 
 
 def swin() -> nn.Module:
-    return timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=(56, 84), **WINDOWS
-    )
+    return timm.create_model("swin_tiny_patch4_window7_224", img_size=(56, 84), **WINDOWS)
 
 
 def pvt() -> nn.Module:
@@ -215,7 +215,8 @@ def without_class_token() -> nn.Module:
         (
             pvt,
             (64, 96),
-            "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 keys.*'occlusion'",
+            "same tokens in every layer: 'stages.0.blocks.0.attn' has 384 queries and 6 "
+            "keys.*'occlusion'",
         ),
         (
             without_class_token,

@@ -1,4 +1,6 @@
-"""Inputs and results of saliency(): labels, targets, batches, several methods, a user's own method, errors."""
+"""Inputs and results of saliency(): labels, targets, batches, several methods, a user's own method,
+errors.
+"""
 
 import importlib
 import inspect
@@ -24,9 +26,7 @@ from tests.tcnn_probe.attribution.models import (
 )
 
 # There are five images, so that the last of batches of three is smaller.
-IMAGES = torch.randn(
-    5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-)
+IMAGES = torch.randn(5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def test_result_has_dimensions_coordinates_and_attributes() -> None:
@@ -79,13 +79,9 @@ def test_batch_size_does_not_matter(method: str) -> None:
     together = tcnn_probe.saliency(model, x, method=method, **options)
     for batch_size in (1, 2):
         batch_sizes.clear()
-        maps = tcnn_probe.saliency(
-            model, x, method=method, batch_size=batch_size, **options
-        )
+        maps = tcnn_probe.saliency(model, x, method=method, batch_size=batch_size, **options)
         # Other batch sizes change the order of float32 sums.
-        np.testing.assert_allclose(
-            maps, together, atol=1e-5 * abs(together).max().item()
-        )
+        np.testing.assert_allclose(maps, together, atol=1e-5 * abs(together).max().item())
         assert max(batch_sizes) == batch_size
     batch_sizes.clear()
     method_options = {method: options} if options else {}
@@ -109,9 +105,7 @@ def test_any_form_of_targets_and_images() -> None:
     assert of_next_class.target.values.tolist() == [next_class] * 3
     assert not np.allclose(of_next_class[0], maps[0])
     # Images are converted to the model's dtype: here a float32 array for a float64 model.
-    single = tcnn_probe.saliency(
-        model, x.float().numpy(), predicted, "input_x_gradient"
-    )
+    single = tcnn_probe.saliency(model, x.float().numpy(), predicted, "input_x_gradient")
     assert single.dtype == "float64"
 
 
@@ -129,9 +123,7 @@ def test_a_users_own_method(mode: type) -> None:
         maps = tcnn_probe.saliency(Linear(), IMAGES, [2, 0, 1, 1, 2], red, batch_size=3)
         # captum computes sensitivity under no_grad.
         tcnn_probe.faithfulness(Linear(), IMAGES, red, metrics="sensitivity")
-    np.testing.assert_array_equal(
-        maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None]
-    )
+    np.testing.assert_array_equal(maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None])
     assert {
         "method": "red",
         "definition": "First channel, times the class.",
@@ -142,18 +134,14 @@ def test_several_methods(tmp_path: Path) -> None:
     model = patchconvnet()
     x = torch.randn(2, 3, *CONVOLVED)
     methods = ["class_attention", "gradcam", "Saliency", red]
-    maps = tcnn_probe.saliency(
-        model, x, method=methods, gradcam={"layer": "blocks.0.conv1"}
-    )
+    maps = tcnn_probe.saliency(model, x, method=methods, gradcam={"layer": "blocks.0.conv1"})
     layers = {
         "class_attention": "pool.block.attn",
         "gradcam": "blocks.0.conv1",
         "Saliency": "",
         "red": "",
     }
-    assert {
-        name: map_of_method.attrs["layer"] for name, map_of_method in maps.items()
-    } == layers
+    assert {name: map_of_method.attrs["layer"] for name, map_of_method in maps.items()} == layers
     for name, options in {
         "class_attention": {},
         "gradcam": {"layer": "blocks.0.conv1"},
@@ -270,7 +258,9 @@ def test_bad_arguments_are_refused(
 
 
 def test_modules_do_not_hide_functions_of_the_same_name() -> None:
-    """An imported module replaces a function of its name in the package, unless the package has imported it before."""
+    """An imported module replaces a function of its name in the package, unless the package has
+    imported it before.
+    """
     for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")

@@ -1,4 +1,6 @@
-"""Scores of models with one output, with several labels, and without a head; maps that show nothing."""
+"""Scores of models with one output, with several labels, and without a head; maps that show
+nothing.
+"""
 
 from textwrap import dedent
 from types import SimpleNamespace
@@ -35,13 +37,9 @@ def test_deletion_measures_the_score(score: Any, classes: int) -> None:
             logit = (kept * weight.reshape(2, -1)).sum() + model.bias[target].item()
             curve.append(SCORES[score](logit))
         expected.append(curve)
-    _, curves = deletion_curve(
-        model, IMAGES, MAPS, torch.full((3,), target), steps=3, score=score
-    )
+    _, curves = deletion_curve(model, IMAGES, MAPS, torch.full((3,), target), steps=3, score=score)
     np.testing.assert_allclose(curves, expected, rtol=1e-12)
-    ds = tcnn_probe.faithfulness(
-        model, IMAGES, {"mine": MAPS}, target, score=score, steps=3
-    )
+    ds = tcnn_probe.faithfulness(model, IMAGES, {"mine": MAPS}, target, score=score, steps=3)
     # The shares of the steps are 26 / 77, 25 / 77 and 26 / 77.
     np.testing.assert_allclose(
         ds.deletion_auc.sel(attribution="mine"),
@@ -91,14 +89,10 @@ def with_one_output() -> nn.Module:
         (with_one_output, "one number for each image.*score='sigmoid'"),
     ],
 )
-def test_models_without_scores_are_refused_where_a_score_is_needed(
-    make: Any, message: str
-) -> None:
+def test_models_without_scores_are_refused_where_a_score_is_needed(make: Any, message: str) -> None:
     model, images = make(), torch.randn(2, 3, *SIZE)
     for score in (None, "softmax"):
-        with pytest.raises(
-            ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'sens"
-        ):
+        with pytest.raises(ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'sens"):
             tcnn_probe.faithfulness(model, images, "rollout", score=score)
         with pytest.raises(ValueError, match=message):
             tcnn_probe.saliency(model, images, method="gradcam", score=score)
@@ -112,9 +106,7 @@ def test_models_without_scores_are_refused_where_a_score_is_needed(
     scores = tcnn_probe.faithfulness(model, images, maps, **options)
     assert scores.pointing_game.notnull().all()
     with pytest.warns(RuntimeWarning, match="'gradcam' is left out"):
-        beside = tcnn_probe.faithfulness(
-            model, images, ["gradcam", "rollout"], **options
-        )
+        beside = tcnn_probe.faithfulness(model, images, ["gradcam", "rollout"], **options)
     xr.testing.assert_equal(beside.pointing_game, scores.pointing_game)
     with pytest.raises(ValueError, match=f"'gradcam': .*{message}"):
         tcnn_probe.faithfulness(model, images, "gradcam", **options)
@@ -133,9 +125,7 @@ def test_a_layer_that_does_not_matter_is_said(layer: str) -> None:
     before = tcnn_probe.saliency(model, images, method="gradcam", layer="blocks.0")
     assert before.any()
     with pytest.warns(RuntimeWarning, match="not scored: 2 of 'late'"):
-        scores = tcnn_probe.faithfulness(
-            model, images, {"late": maps, "early": before}, steps=3
-        )
+        scores = tcnn_probe.faithfulness(model, images, {"late": maps, "early": before}, steps=3)
     for name, values in scores.data_vars.items():
         if "other" not in values.dims:
             assert values.sel(attribution="late").isnull().all(), name

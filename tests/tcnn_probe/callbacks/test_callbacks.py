@@ -1,4 +1,6 @@
-"""The real Trainer of Hugging Face and Lightning, for a few steps: each validation is a mark with the right numbers."""
+"""The real Trainer of Hugging Face and Lightning, for a few steps: each validation is a mark with
+the right numbers.
+"""
 
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +28,9 @@ def data(count: int) -> TensorDataset:
 
 
 def classifier(metric: str) -> Any:
-    """Return a LightningModule that logs its loss, and keeps its entropies and losses at each validation."""
+    """Return a LightningModule that logs its loss, and keeps its entropies and losses at each
+    validation.
+    """
     pl = need("lightning.pytorch")
 
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -89,7 +93,8 @@ def test_lightning_marks_each_validation(tmp_path: Path) -> None:
     )
     before = Trace(model.vit).hooks
     trainer = lightning_trainer(recording)
-    # Seven images in batches of four: neither the number of batches nor that of full batches times four is 7.
+    # Seven images in batches of four: neither the number of batches nor that of full batches times
+    # four is 7.
     trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
     # A validation outside of fit() must not be marked.
     trainer.validate(model, DataLoader(data(3), 3), verbose=False)
@@ -104,9 +109,7 @@ def test_lightning_marks_each_validation(tmp_path: Path) -> None:
     assert "epochs: 2 (0, 1)" in repr(recording.recorder)
     # The first forwards belong to the sanity check.
     for recorded, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):
-        torch.testing.assert_close(
-            torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6)
 
 
 class Pixels(Dataset[dict[str, Tensor]]):
@@ -120,9 +123,7 @@ class Pixels(Dataset[dict[str, Tensor]]):
         }
 
 
-def hugging_face_trainer(
-    folder: Path, steps: int, callbacks: list[Any], **options: Any
-) -> Any:
+def hugging_face_trainer(folder: Path, steps: int, callbacks: list[Any], **options: Any) -> Any:
     """Return a trainer that evaluates after every ``steps // 2`` steps."""
     need("accelerate")
     transformers = need("transformers")
@@ -176,10 +177,9 @@ def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
         health=True,
         on_mark=lambda recorder: marked.append(recorder.epochs),
     )
-    # Evaluations are after steps 2 and 4: one run is interrupted after the first, and the other has both.
-    trainer = hugging_face_trainer(
-        tmp_path, 4, [record, Interruption()], eval_dataset=Pixels()
-    )
+    # Evaluations are after steps 2 and 4: one run is interrupted after the first, and the other has
+    # both.
+    trainer = hugging_face_trainer(tmp_path, 4, [record, Interruption()], eval_dataset=Pixels())
     model = trainer.model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -258,16 +258,16 @@ def test_training_without_a_validation_is_told(trainer: str) -> None:
 def test_lightning_records_every_validation_of_an_epoch(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is left out."""
+    """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is
+    left out.
+    """
     need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
 
     # The name is that of a recorded variable.
     model = classifier("entropy")
     callback = RecordCallback(tmp_path / "run.zarr", **options)
-    trainer = lightning_trainer(
-        callback, num_sanity_val_steps=0, val_check_interval=0.5
-    )
+    trainer = lightning_trainer(callback, num_sanity_val_steps=0, val_check_interval=0.5)
     mark = Recorder.mark
 
     def fail_once(self: Recorder, **values: Any) -> None:

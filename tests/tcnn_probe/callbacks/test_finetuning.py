@@ -14,7 +14,8 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_probe.callbacks.finetuning import Recording
 
-# ResNet-18 with one block a stage trains in seconds, and its last stage still has two layers to convert.
+# ResNet-18 with one block a stage trains in seconds, and its last stage still has two layers to
+# convert.
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
 
@@ -71,9 +72,7 @@ def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     results = list(train(_config(tmp_path / "a", reparameterize_at=1), progress=False))
     ds = xr.open_zarr(tmp_path / "a" / "recording.zarr")
     assert ds.epoch.values.tolist() == [0, 1, 2]
-    assert ds.train_top1.values.tolist()[1:] == [
-        result.train_top1 for result in results[1:]
-    ]
+    assert ds.train_top1.values.tolist()[1:] == [result.train_top1 for result in results[1:]]
     assert ds.gate.notnull().any(["layer", "head"]).values.tolist() == [
         False,
         False,
@@ -86,11 +85,7 @@ def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     )
     # A header and three epochs are four lines.
     assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
-    list(
-        train(
-            _config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False
-        )
-    )
+    list(train(_config(tmp_path / "b", seed=1, epochs=1, warmup_epochs=0), progress=False))
     tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
     assert tree.seed.values.tolist() == [0, 1]
     assert tree.reparameterize_at.values[0] == 1
@@ -123,9 +118,7 @@ def test_a_model_with_heads_that_gets_more_is_recorded_in_a_second_store(
     assert "out" not in recorded[0].attrs
 
 
-def test_a_missing_watcher_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_watcher_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     list(
         train(
             _config(tmp_path, epochs=1, warmup_epochs=0, watcher="nobody:Watches"),
@@ -133,19 +126,18 @@ def test_a_missing_watcher_is_reported(
         )
     )
     assert (
-        "nobody watches this run (No module named 'nobody'): epochs.csv"
-        in capsys.readouterr().err
+        "nobody watches this run (No module named 'nobody'): epochs.csv" in capsys.readouterr().err
     )
 
 
 def test_rates_are_printed_and_recorded_as_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps of 8 images scale the weights' rate; the gates' is not scaled, and Adam moves them by about it."""
+    """Steps of 8 images scale the weights' rate; the gates' is not scaled, and Adam moves them by
+    about it.
+    """
     rates = {"lr": 1e-3, "qk_lr": 1e-2, "gating_lr": 0.1, "paper_batch": 1024}
-    settings = _config(
-        tmp_path, reparameterize_at=0, warmup_epochs=0, epochs=1, **rates
-    )
+    settings = _config(tmp_path, reparameterize_at=0, warmup_epochs=0, epochs=1, **rates)
     list(train(settings, progress=False))
     ds = xr.open_zarr(tmp_path / "recording.zarr")
     used = {"lr": 1e-3 / 128, "qk_lr": 1e-2 / 128, "gating_lr": 0.1}
@@ -157,12 +149,11 @@ def test_rates_are_printed_and_recorded_as_used(
         assert f"# as used: {name} = {rate:g}\n" in text
     # Of 1,347 digits 16 are used: the paper's batch of 1,024 cannot be made of them.
     assert "--paper-batch 8 keeps the paper's rates" in said
-    assert (
-        "--accumulate 2 makes steps of 16 images, the most that the data allow" in said
-    )
+    assert "--accumulate 2 makes steps of 16 images, the most that the data allow" in said
     assert ds.attrs["classes"] == [*"0123456789"]
-    # Scaled, the rates of both steps would sum to less than 0.2 / 128, and Adam moves a weight by no more. The first
-    # step has no gradient here, since the last norm of a ResNet's block starts at zero.
+    # Scaled, the rates of both steps would sum to less than 0.2 / 128, and Adam moves a weight by
+    # no more. The first step has no gradient here, since the last norm of a ResNet's block starts
+    # at zero.
     path = tmp_path / "checkpoints" / "epoch-0001.pt"
     weights = torch.load(path, weights_only=True)["model"]
     gating = torch.cat([v for name, v in weights.items() if name.endswith(".gating")])

@@ -1,10 +1,12 @@
-"""Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew, and then compared.
+"""Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew, and
+then compared.
 
     python -m tests.tcnn_probe.callbacks.training_soak --minutes 60
 
-Each round trains each kind of run to its end, with as many kills and resumptions as it takes. The checkpoint, the best
-weights, the table of epochs and the recording must equal those of an uninterrupted run. Then a process that may be
-killed replaces the finished recording with ``mode="w"``: either the old or the new one must remain.
+Each round trains each kind of run to its end, with as many kills and resumptions as it takes. The
+checkpoint, the best weights, the table of epochs and the recording must equal those of an
+uninterrupted run. Then a process that may be killed replaces the finished recording with
+``mode="w"``: either the old or the new one must remain.
 """
 
 import argparse
@@ -39,7 +41,9 @@ LAST_EPOCH = 3
 
 
 def settings_of(kind: str, out: Path) -> Config:
-    """Return the settings of a run of four epochs of three steps each, with a checkpoint after each step."""
+    """Return the settings of a run of four epochs of three steps each, with a checkpoint after each
+    step.
+    """
     return Config(
         model="resnet18",
         model_options=TINY,
@@ -84,10 +88,7 @@ def assert_recorded(out: Path, uninterrupted: Path, recorded: int, tell: Tell) -
 def assert_complete(settings: Config, uninterrupted: Path, tell: Tell) -> None:
     """Compare the files of a finished run with those of the uninterrupted one."""
     out = Path(settings.out)
-    files = [
-        {path.relative_to(run) for path in run.rglob("*.pt")}
-        for run in (out, uninterrupted)
-    ]
+    files = [{path.relative_to(run) for path in run.rglob("*.pt")} for run in (out, uninterrupted)]
     assert files[0] == files[1]
     assert not [*out.rglob("*.partial")]
     expected = last_checkpoint(settings_of("augmented", uninterrupted))
@@ -109,9 +110,7 @@ def record_anew(store: Path, tell: Tell) -> None:
     """Replace a recording by a new one, which has a single mark of an untrained transformer."""
     import timm
 
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3
-    ).eval()
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     with tcnn_probe.record(model, store, mode="w") as recorder:
         tell(0)
         with torch.no_grad():
@@ -133,7 +132,8 @@ class Soak:
         self.folder = folder
         self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        # Kills come within the time that each kind takes without interruption, so that they fall anywhere in it.
+        # Kills come within the time that each kind takes without interruption, so that they fall
+        # anywhere in it.
         self.seconds: dict[str, float] = {}
         for number, kind in enumerate(KINDS):
             begun = time.monotonic()
@@ -167,9 +167,7 @@ class Soak:
             announced |= {*trainer.end(kill=True)}
             self.counts["kills"] += 1
             if (out / "recording.zarr" / "zarr.json").exists():
-                present, values = Child(
-                    assert_recorded, out, uninterrupted, len(announced)
-                ).end()
+                present, values = Child(assert_recorded, out, uninterrupted, len(announced)).end()
                 assert present >= marks
                 self.counts["marks"] += present - marks
                 self.counts["values"] += values

@@ -1,4 +1,6 @@
-"""Small vision transformer, its attention written out in float64, and everything that a recorder could leave behind."""
+"""Small vision transformer, its attention written out in float64, and everything that a recorder
+could leave behind.
+"""
 
 import multiprocessing
 import os
@@ -30,7 +32,9 @@ __all__ = [
 
 
 def fresh_processes(count: int) -> Pool:
-    """Return a pool of processes that have imported torch and this package, once for all, and done nothing else."""
+    """Return a pool of processes that have imported torch and this package, once for all, and done
+    nothing else.
+    """
     # gloo looks up an interface by the host's name, which may not resolve.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("forkserver")
@@ -39,7 +43,9 @@ def fresh_processes(count: int) -> Pool:
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """Return two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between the heads."""
+    """Return two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between
+    the heads.
+    """
     torch.manual_seed(seed)
     model = VisionTransformer(
         img_size=(20, 28),
@@ -53,7 +59,8 @@ def vit(seed: int = 0, **options: Any) -> VisionTransformer:
     )
     with torch.no_grad():
         for block in model.blocks:
-            # With timm's initial weights, attention is so uniform that a wrong entropy would hardly differ.
+            # With timm's initial weights, attention is so uniform that a wrong entropy would hardly
+            # differ.
             block.attn.qkv.weight.normal_(std=0.7)
             block.attn.qkv.bias.normal_()
     return model.eval()
@@ -64,7 +71,9 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
-    """Return entropies (B, heads) of a layer for its input (B, N, C), as means over queries, in float64."""
+    """Return entropies (B, heads) of a layer for its input (B, N, C), as means over queries, in
+    float64.
+    """
     weight = attention.qkv.weight.detach().double()
     bias = attention.qkv.bias.detach().double()
     q, k, _ = (
@@ -77,14 +86,14 @@ def entropy(attention: Attention, tokens: Tensor) -> Tensor:
 
 
 def entropies(model: nn.Module, x: Tensor) -> Tensor:
-    """Return entropies (layers, heads) as means over images and queries, for the inputs of the layers in a forward."""
+    """Return entropies (layers, heads) as means over images and queries, for the inputs of the
+    layers in a forward.
+    """
     layer_entropies: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer in layers:
         # Forwards are replaced instead of hooked, because the recorder's hooks are under test.
-        def forward(
-            tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any
-        ) -> Tensor:
+        def forward(tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any) -> Tensor:
             layer_entropies.append(entropy(layer, tokens).mean(0))
             return type(layer).forward(layer, tokens, *args, **kwargs)
 
@@ -104,11 +113,11 @@ def check_entropies(
     mark: int = -1,
     images: int | None = None,
 ) -> None:
-    """Check a mark's images and entropies (layers, heads), up to the rounding of logits of at most 10 in float32."""
+    """Check a mark's images and entropies (layers, heads), up to the rounding of logits of at most
+    10 in float32.
+    """
     ds = recorder.dataset.isel(epoch=mark)
-    torch.testing.assert_close(
-        torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6)
     if images is not None:
         assert set(ds.images.values.tolist()) == {images}
 
@@ -126,7 +135,9 @@ _PLAIN = (dict, set, list, tuple)  # torch.export creates these anew
 
 
 class Trace:
-    """Everything in a model and in torch that a recorder could leave changed, with objects by identity."""
+    """Everything in a model and in torch that a recorder could leave changed, with objects by
+    identity.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -139,21 +150,15 @@ class Trace:
             for name, module in modules.items()
         }
         containers = {
-            (name, key): list(value.items())
-            if isinstance(value, dict)
-            else sorted(map(str, value))
+            (name, key): list(value.items()) if isinstance(value, dict) else sorted(map(str, value))
             for name, module in modules.items()
             for key, value in vars(module).items()
             if isinstance(value, _PLAIN) and key not in ("_parameters", "_buffers")
         }
         # Hooks are compared in order.
-        self.hooks = {
-            place: value for place, value in containers.items() if "hooks" in place[1]
-        }
+        self.hooks = {place: value for place, value in containers.items() if "hooks" in place[1]}
         self.containers = {
-            place: value
-            for place, value in containers.items()
-            if "hooks" not in place[1]
+            place: value for place, value in containers.items() if "hooks" not in place[1]
         }
         # torch has no public list of the hooks of a tensor.
         self.parameters = {
@@ -176,8 +181,7 @@ class Trace:
         state_before = before.pop("state")
         state_after = after.pop("state")
         same = list(state_before) == list(state_after) and all(
-            torch.equal(value, state_after[name])
-            for name, value in state_before.items()
+            torch.equal(value, state_after[name]) for name, value in state_before.items()
         )
         return before == after and same
 
@@ -212,7 +216,5 @@ def global_state() -> dict[str, Any]:
 def clean() -> bool:
     """Return whether torch is in the state of a new interpreter."""
     return not any(
-        value
-        for name, value in global_state().items()
-        if "hooks" in name or "modes" in name
+        value for name, value in global_state().items() if "hooks" in name or "modes" in name
     )

@@ -63,13 +63,13 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     # Without use_orig_params, parameters are flattened, and heads cannot be separated in them.
-    return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def values(rank: int, folder: Path) -> None:
-    """Check that sums over the ranks' images equal those of one process, and that layers have the model's names."""
+    """Check that sums over the ranks' images equal those of one process, and that layers have the
+    model's names.
+    """
     # The second epoch has other images, and must not include sums of the first one.
     x = images(5)
     second = images(5, seed=1)
@@ -113,9 +113,7 @@ def resume(rank: int, folder: Path) -> None:
     # One process without ranks starts the recording, and two ranks resume it.
     if rank == 0:
         model = vit()
-        with tcnn_probe.record(
-            model, folder / "run.zarr", distributed=False
-        ) as recorder:
+        with tcnn_probe.record(model, folder / "run.zarr", distributed=False) as recorder:
             model(x)
             recorder.mark(epoch=0)
     # Rank 1 must not open a store that rank 0 is still writing.
@@ -128,9 +126,7 @@ def resume(rank: int, folder: Path) -> None:
             model(images_of_rank(x, rank))
             recorder.mark(epoch=epoch)
             if rank == 0:
-                check_entropies(
-                    recorder, torch.as_tensor(recorder.dataset.entropy.values[0])
-                )
+                check_entropies(recorder, torch.as_tensor(recorder.dataset.entropy.values[0]))
                 assert recorder.dataset.images.values.tolist() == [[5, 5]] * (epoch + 1)
                 parts = recorder.dataset[[*ANATOMY]]
                 assert bool(parts.offset_information.notnull().all())
@@ -142,9 +138,7 @@ def resume(rank: int, folder: Path) -> None:
                     atol=1e-5,
                 )
     if rank == 0:
-        with tcnn_probe.record(
-            vit(), folder / "run.zarr", distributed=False
-        ) as recorder:
+        with tcnn_probe.record(vit(), folder / "run.zarr", distributed=False) as recorder:
             assert recorder.epochs == (0, 1, 2)
 
 
@@ -166,8 +160,7 @@ def parameters(rank: int, folder: Path) -> None:
             if rank == 0:
                 for name in expected.data_vars:
                     actual, reference = (
-                        torch.as_tensor(ds[name].values)
-                        for ds in (recorder.dataset, expected)
+                        torch.as_tensor(ds[name].values) for ds in (recorder.dataset, expected)
                     )
                     # Ranks have other batches than one process, so float32 sums have another order.
                     torch.testing.assert_close(
@@ -201,10 +194,7 @@ def classes(rank: int, folder: Path) -> None:
                 attention = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
                 torch.testing.assert_close(attention, best, rtol=0, atol=1e-5)
                 entropy = -(maps * np.log(maps)).sum(-1).mean()
-                assert (
-                    abs(float(recorder.dataset.class_entropy.squeeze()) - entropy)
-                    < 1e-4
-                ), kind
+                assert abs(float(recorder.dataset.class_entropy.squeeze()) - entropy) < 1e-4, kind
 
 
 def errors(rank: int, folder: Path) -> None:
@@ -276,23 +266,23 @@ def uneven(rank: int, folder: Path) -> None:
                 assert recorder.dataset.images.values.tolist() == [[3, 3]], idle
                 check_entropies(recorder, expected)
     if rank == 1:
-        with tcnn_probe.record(
-            model, folder / "alone.zarr", distributed=False
-        ) as recorder:
+        with tcnn_probe.record(model, folder / "alone.zarr", distributed=False) as recorder:
             model(x)
             recorder.mark(epoch=0)
             assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
 def tensor_parallel(rank: int, folder: Path) -> None:
-    """Heads that ranks share are refused, with the reason; the images of other layers count once."""
+    """Heads that ranks share are refused, with the reason; the images of other layers count
+    once.
+    """
     x = images(3)
     expected = entropies(vit(), x)
     model = vit()
     split = {"qkv": ColwiseParallel(), "proj": RowwiseParallel()}
     attention = model.blocks[0].attn
-    # The ranks' halves of this module's queries, keys and values are not those of whole heads, so only its two layers
-    # are split, and it runs as it is.
+    # The ranks' halves of this module's queries, keys and values are not those of whole heads, so
+    # only its two layers are split, and it runs as it is.
     parallelize_module(attention, init_device_mesh("cpu", (2,)), split)
     attention.qkv.register_forward_hook(_gather)
     attention.proj.register_forward_pre_hook(_cut)

@@ -50,21 +50,19 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     ):
         assert recorder.epochs == ((0,) if place == first else (0, 1))
         for mark in range(len(recorder.epochs)):
-            check_entropies(
-                recorder, layer_entropies, mark, images=3 if place == 2 else 6
-            )
+            check_entropies(recorder, layer_entropies, mark, images=3 if place == 2 else 6)
 
 
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
-    """A recorder removed during a forward records nothing of it; one attached during a forward starts with the next."""
+    """A recorder removed during a forward records nothing of it; one attached during a forward
+    starts with the next.
+    """
     model = vit()
     before = Trace(model)
     late = list[tcnn_probe.Recorder]()
     outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
     handles = [
-        model.blocks[0].register_forward_hook(
-            lambda *_: late.append(tcnn_probe.record(model))
-        ),
+        model.blocks[0].register_forward_hook(lambda *_: late.append(tcnn_probe.record(model))),
         model.blocks[1].register_forward_hook(lambda *_: inner.remove()),
     ]
     model(images())
@@ -98,7 +96,9 @@ def forward_alone(model: nn.Module, x: Tensor) -> None:
 
 
 def embedding_before(model: nn.Module, x: Tensor) -> None:
-    """Call parts without attention beside the model, as for a target or a head on other features."""
+    """Call parts without attention beside the model, as for a target or a head on other
+    features.
+    """
     model.patch_embed(x)
     model(x)
     model.head(x.new_zeros(len(x), model.head.in_features))
@@ -142,7 +142,9 @@ BY_PARTS = [
 def test_calls_of_parts_are_one_forward(
     call: Callable[[nn.Module, Tensor], None], inside: bool
 ) -> None:
-    """Numbers, maps and hashes of images equal those of calls of the whole model, also with every= and max_images=."""
+    """Numbers, maps and hashes of images equal those of calls of the whole model, also with every=
+    and max_images=.
+    """
     model, batches = vit(), images(11).split(2)
     options: dict[str, Any] = {"every": 2, "max_images": 5, "images": [0, 4]}
     recorded_model: nn.Module = Around(model).eval() if inside else model
@@ -226,12 +228,14 @@ TOKENS = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0))
 
 
 def test_layer_called_twice_in_a_forward_counts_twice() -> None:
-    """The mean is over both calls, and ``images`` is twice as many. A shared layer has its first name."""
+    """The mean is over both calls, and ``images`` is twice as many. A shared layer has its first
+    name.
+    """
     model = Pair(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
     model.parts.again = model.parts.one
-    expected = (
-        entropy(model.parts.one, TOKENS) + entropy(model.parts.one, 0.3 * TOKENS)
-    ).mean(0) / 2
+    expected = (entropy(model.parts.one, TOKENS) + entropy(model.parts.one, 0.3 * TOKENS)).mean(
+        0
+    ) / 2
     with tcnn_probe.record(model) as recorder:
         model(TOKENS)
         recorder.mark(epoch=0)
@@ -240,9 +244,7 @@ def test_layer_called_twice_in_a_forward_counts_twice() -> None:
         # The second layer is not under test, so its own number serves as the expected one.
         check_entropies(
             recorder,
-            torch.stack(
-                [expected, torch.as_tensor(recorder.dataset.entropy.values[0, 1])]
-            ),
+            torch.stack([expected, torch.as_tensor(recorder.dataset.entropy.values[0, 1])]),
         )
 
 
@@ -263,9 +265,7 @@ def test_model_that_calls_itself() -> None:
     assert before == Trace(model)
 
 
-def test_recording_in_the_handler_of_an_error_and_after_an_abandoned_generator() -> (
-    None
-):
+def test_recording_in_the_handler_of_an_error_and_after_an_abandoned_generator() -> None:
     def outputs(model: nn.Module) -> Iterator[Tensor]:
         while True:
             yield model(images())
@@ -321,7 +321,5 @@ def test_checkpointing_counts_nothing_twice(how: str) -> None:
     alone, call = checkpointed(how)
     for _ in range(2):
         call(x).sum().backward()
-    for parameter, reference in zip(
-        model.parameters(), alone.parameters(), strict=True
-    ):
+    for parameter, reference in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(parameter.grad, reference.grad)

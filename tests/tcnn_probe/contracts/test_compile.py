@@ -1,4 +1,6 @@
-"""torch.compile, before or after attaching: recorded forwards run eagerly, others as if there were no recorder."""
+"""torch.compile, before or after attaching: recorded forwards run eagerly, others as if there were
+no recorder.
+"""
 
 from collections.abc import Iterator
 from functools import cache
@@ -63,9 +65,7 @@ def compiled(model: nn.Module, way: str, **options: Any) -> nn.Module:
 
 
 WAYS = ("wrapper", "in place", "forward", "part", "part in place")
-HAS_COUNT = hasattr(
-    torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count"
-)  # torch 2.15
+HAS_COUNT = hasattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count")  # torch 2.15
 
 
 # The wrapper, or the model itself, may be given to record(), before or after it is compiled.
@@ -81,13 +81,13 @@ HOOKS_INSIDE = [
     for case in GIVEN
     if case[0] == "in place" or (case[0] == "wrapper" and case[1] != "compiled first")
 ]
-ACCEPTED = [
-    case for case in GIVEN if not (HAS_COUNT and case[2] and case in HOOKS_INSIDE)
-]
+ACCEPTED = [case for case in GIVEN if not (HAS_COUNT and case[2] and case in HOOKS_INSIDE)]
 
 
 def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, int]:
-    """Train and evaluate, with a recorder if there is an order, and return how many graphs ran how often."""
+    """Train and evaluate, with a recorder if there is an order, and return how many graphs ran how
+    often.
+    """
     torch._dynamo.reset()
     x, original, backend = images(), vit(), Counting()
     expected = entropies(original, x)
@@ -115,12 +115,8 @@ def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, in
 graphs_and_runs_alone = cache(graphs_and_runs)
 
 
-@pytest.mark.study(
-    but=["in place-attached first-False", "part in place-attached first-True"]
-)
-@pytest.mark.filterwarnings(
-    "ignore:Using `torch.compile.module.` when there are global"
-)
+@pytest.mark.study(but=["in place-attached first-False", "part in place-attached first-True"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global")
 @pytest.mark.parametrize(("way", "order", "fullgraph"), ACCEPTED)
 def test_training_with_an_evaluation_after_each_epoch(
     way: str, order: str, fullgraph: bool
@@ -150,14 +146,10 @@ def test_whole_graphs_with_the_hooks_inside_are_refused(way: str) -> None:
     assert clean()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Using `torch.compile.module.` when there are global"
-)
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global")
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_compiled_models_are_mapped_explained_and_ablated(
-    way: str, fullgraph: bool
-) -> None:
+def test_compiled_models_are_mapped_explained_and_ablated(way: str, fullgraph: bool) -> None:
     plain, x, backend = vit(), images(), Counting()
     model = compiled(vit(), way, backend=backend, fullgraph=fullgraph)
     before = Trace(model)
@@ -166,8 +158,7 @@ def test_compiled_models_are_mapped_explained_and_ablated(
     runs = backend.runs
     assert runs > 0
     maps, of_plain = (
-        tcnn_probe.attention_maps(m, x, queries="class")["3x5x7"].dataset
-        for m in (model, plain)
+        tcnn_probe.attention_maps(m, x, queries="class")["3x5x7"].dataset for m in (model, plain)
     )
     xr.testing.assert_equal(maps, of_plain)
     for method in ("gradcam", "rollout"):
@@ -200,7 +191,9 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_wrapper_of_a_class_of_torch_whose_hooks_are_compiled(fullgraph: bool) -> None:
-    """torch.compile traces the call of nn.Sequential with its hooks, which are in no graph of a wrapper."""
+    """torch.compile traces the call of nn.Sequential with its hooks, which are in no graph of a
+    wrapper.
+    """
     model = nn.Sequential(Attention(), Attention())
     wrapper = torch.compile(model, backend=Counting(), fullgraph=fullgraph)
     names = list[str]()

@@ -1,4 +1,6 @@
-"""Copies of a recorded model work, record nothing and keep nothing of the recorder; memory does not grow."""
+"""Copies of a recorded model work, record nothing and keep nothing of the recorder; memory does not
+grow.
+"""
 
 import copy
 import gc
@@ -46,14 +48,10 @@ def torch_average(model: nn.Module) -> nn.Module:
 
 
 def copied_again_and_again(model: nn.Module) -> nn.Module:
-    return pickle.loads(
-        pickle.dumps(pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(model)))))
-    )
+    return pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(copy.deepcopy(copy.copy(model))))))
 
 
-@pytest.mark.parametrize(
-    "make", [copied_again_and_again, saved, timm_average, torch_average]
-)
+@pytest.mark.parametrize("make", [copied_again_and_again, saved, timm_average, torch_average])
 def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     model = vit()
     expected = entropies(model, images())
@@ -144,7 +142,9 @@ def adapted(model: nn.Module) -> nn.Module:
 def test_wrappers_have_the_names_of_the_plain_model(
     wrap: Callable[[nn.Module], nn.Module], prefix: str
 ) -> None:
-    """Names with the wrapper's prefix select the same layers. peft calls ``forward``, not the model."""
+    """Names with the wrapper's prefix select the same layers. peft calls ``forward``, not the
+    model.
+    """
     plain, x = vit(), images()
     model = wrap(plain).eval()
     for layers in ("blocks.1.attn", f"{prefix}.*.1.attn"):
@@ -206,7 +206,9 @@ def test_memory_does_not_grow() -> None:
 
 @pytest.mark.study
 def test_no_reference_cycle_keeps_a_forward_or_the_model_alive() -> None:
-    """Activations are freed at the end of a forward without the garbage collector, and recorder and model with it."""
+    """Activations are freed at the end of a forward without the garbage collector, and recorder and
+    model with it.
+    """
     model, x = vit(), images()
     with tcnn_probe.record(model) as recorder:
         model(x)

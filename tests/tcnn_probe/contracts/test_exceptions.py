@@ -1,4 +1,6 @@
-"""An exception anywhere passes through and leaves nothing behind, and recording can continue after it is caught."""
+"""An exception anywhere passes through and leaves nothing behind, and recording can continue after
+it is caught.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,8 @@ class Bomb:
 
 
 def in_attention(model: nn.Module, bomb: Bomb) -> None:
-    # Attention is not fused, so that a hook can raise between the softmax and the product with the values.
+    # Attention is not fused, so that a hook can raise between the softmax and the product with the
+    # values.
     model.blocks[1].attn.fused_attn = False
     model.blocks[1].attn.attn_drop.register_forward_hook(bomb)
 
@@ -42,9 +45,7 @@ def in_attention(model: nn.Module, bomb: Bomb) -> None:
 PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     "before the model": lambda model, bomb: model.register_forward_pre_hook(bomb),
     "after the model": lambda model, bomb: model.register_forward_hook(bomb),
-    "before attention": lambda model, bomb: model.blocks[
-        1
-    ].attn.register_forward_pre_hook(bomb),
+    "before attention": lambda model, bomb: model.blocks[1].attn.register_forward_pre_hook(bomb),
     "in attention": in_attention,
     "in the head": lambda model, bomb: model.head.register_forward_pre_hook(bomb),
 }
@@ -65,8 +66,8 @@ def test_exception_in_a_forward(place: str, error: type[BaseException]) -> None:
         for epoch in range(2):
             bomb.armed = True
             with pytest.raises(error, match="boom"):
-                # This forward has other images, and more of them, than the forward that counts, so that leftovers would
-                # show.
+                # This forward has other images, and more of them, than the forward that counts, so
+                # that leftovers would show.
                 model(images(7, seed=2))
             bomb.armed = False
             second_model(images(2))  # another model runs next
@@ -81,9 +82,7 @@ def test_exception_in_a_forward(place: str, error: type[BaseException]) -> None:
     assert recorder.epochs == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
-)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_exception_in_user_code_and_in_hooks_added_while_recording(
     error: type[BaseException],
 ) -> None:
@@ -122,7 +121,8 @@ def test_record_that_is_refused_or_fails_leaves_nothing_behind(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room for a hook")
 
-    # This module comes after the last block, so that hooks of earlier modules are registered by then.
+    # This module comes after the last block, so that hooks of earlier modules are registered by
+    # then.
     monkeypatch.setattr(type(model.norm), "register_forward_hook", fail)
     with pytest.raises(MemoryError, match="no room"):
         tcnn_probe.record(model, tmp_path / "run.zarr")
@@ -157,9 +157,7 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
     if function != "attention":
         functions = {"measure": number, "module_type": type(vit().blocks[0].attn)}
     functions |= {
-        name: failing
-        for name, failing in (("state", state), ("maps", maps))
-        if name == function
+        name: failing for name, failing in (("state", state), ("maps", maps)) if name == function
     }
     return tcnn_probe.Probe("failing", variables, **functions)
 

@@ -1,4 +1,6 @@
-"""Models with higher-order operators, or that compile themselves, run as they do alone; flex_attention is recorded."""
+"""Models with higher-order operators, or that compile themselves, run as they do alone;
+flex_attention is recorded.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,16 +62,12 @@ def of_cond_around(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 def of_while_loop(inner: nn.Module, x: Tensor) -> Tensor:
-    _, x = while_loop(
-        lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x)
-    )
+    _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x))
     return inner(x)
 
 
 def of_scan(inner: nn.Module, x: Tensor) -> Tensor:
-    _, sums = scan(
-        lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x
-    )
+    _, sums = scan(lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x)
     return inner(sums)
 
 
@@ -175,9 +173,7 @@ WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
     # The warning says "deprecated", and on Python 3.14 "not supported".
     "ignore:`torch.jit.script` is:FutureWarning",
 )
-@pytest.mark.parametrize(
-    "kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS]
-)
+@pytest.mark.parametrize("kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS])
 def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
     model, x = vit(), images()
     block = model.blocks[1]
@@ -187,16 +183,12 @@ def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
             # dynamo traces it, without the C++ compiler that inductor needs.
             flex_attention
             if kind == "flex"
-            else torch.compile(
-                flex_attention, backend="eager", fullgraph="fullgraph" in kind
-            )
+            else torch.compile(flex_attention, backend="eager", fullgraph="fullgraph" in kind)
         )
         block.attn = FlexAttention(block.attn.qkv.in_features, attend)
     elif kind == "exported":
         tokens = torch.randn(3, 36, 12)
-        block.attn = Around(
-            of_nothing, torch.export.export(Inner(block.attn), (tokens,)).module()
-        )
+        block.attn = Around(of_nothing, torch.export.export(Inner(block.attn), (tokens,)).module())
         for module in model.modules():  # exported modules refuse eval()
             module.training = False
     else:

@@ -36,12 +36,8 @@ def test_hooks_of_the_user_run_in_their_order() -> None:
         fired: list[str] = []
         model.register_forward_pre_hook(lambda *_: fired.append("model pre"))
         model.register_forward_hook(lambda *_: fired.append("model"))
-        model.blocks[0].register_forward_hook(
-            lambda *_: fired.append("block"), always_call=True
-        )
-        model.blocks[0].attn.register_forward_pre_hook(
-            lambda *_: fired.append("attn pre")
-        )
+        model.blocks[0].register_forward_hook(lambda *_: fired.append("block"), always_call=True)
+        model.blocks[0].attn.register_forward_pre_hook(lambda *_: fired.append("attn pre"))
         model.blocks[0].attn.qkv.register_full_backward_hook(
             lambda *_: fired.append("qkv backward")
         )
@@ -72,9 +68,7 @@ class Counter(TorchFunctionMode):
         super().__init__()
         self.calls: list[str] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
@@ -90,7 +84,9 @@ class Operations(TorchDispatchMode):
 
 
 def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]:
-    """Return the calls that a mode sees if it is entered around the forward, or in the middle of it."""
+    """Return the calls that a mode sees if it is entered around the forward, or in the middle of
+    it.
+    """
     with contextlib.ExitStack() as stack:
         entered = mode()
         if where == "around":
@@ -118,7 +114,8 @@ def test_modes_of_the_user_see_only_the_calls_of_the_model(
 ) -> None:
     if mode is Operations and where == "around" and torch.__version__ < (2, 9):
         pytest.skip(
-            "with torch 2.8 the mode around the forward sees two operations of the recorder: detach and t"
+            "with torch 2.8 the mode around the forward sees two operations of the recorder: "
+            "detach and t"
         )
     alone = run_with(mode, vit(), where)
     model = vit()
@@ -171,9 +168,7 @@ def by_vmap(model: nn.Module) -> None:
 
 def by_grad(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
-    torch.func.grad(lambda p: torch.func.functional_call(model, p, (images(),)).sum())(
-        parameters
-    )
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (images(),)).sum())(parameters)
 
 
 def by_jit_trace(model: nn.Module) -> None:
@@ -204,8 +199,7 @@ def by_fake_mode(model: nn.Module) -> None:
 def by_meta(model: nn.Module) -> None:
     with torch.device("meta"):
         parameters = {
-            name: torch.empty_like(p, device="meta")
-            for name, p in model.named_parameters()
+            name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()
         }
     assert torch.func.functional_call(model, parameters, (images().to("meta"),)).is_meta
 
@@ -220,9 +214,7 @@ TRANSFORMS = [
 @pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning", "ignore:Converting a tensor to a Python"
 )
-@pytest.mark.filterwarnings(
-    "ignore:.*jit.*", "ignore:There is a performance drop because"
-)
+@pytest.mark.filterwarnings("ignore:.*jit.*", "ignore:There is a performance drop because")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_work_and_record_nothing(
     transform: Callable[[nn.Module], None],
@@ -250,9 +242,7 @@ def test_functional_call_is_recorded_as_a_forward() -> None:
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2, 2]]
         # Halved logits make attention more uniform.
-        assert bool(
-            (recorder.dataset.entropy > entropies(model, images(2)).numpy()).all()
-        )
+        assert bool((recorder.dataset.entropy > entropies(model, images(2)).numpy()).all())
 
 
 @pytest.mark.study(but=["vit"])
@@ -266,19 +256,17 @@ def test_functional_call_is_recorded_as_a_forward() -> None:
     ],
     ids=["vit", "pit", "crossvit"],
 )
-def test_graphs_of_timm_are_those_without_a_recorder(
-    name: str, options: dict[str, Any]
-) -> None:
-    """timm's own tests of torch.fx, forward and backward: models whose parts take lists and tuples, too."""
+def test_graphs_of_timm_are_those_without_a_recorder(name: str, options: dict[str, Any]) -> None:
+    """timm's own tests of torch.fx, forward and backward: models whose parts take lists and tuples,
+    too.
+    """
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
     leaves = {
         "leaf_modules": list(_features_fx.get_notrace_modules()),
         "autowrap_functions": list(_features_fx.get_notrace_functions()),
     }
-    x = torch.randn(
-        2, 3, *[options.get("img_size", model.default_cfg["input_size"][1])] * 2
-    )
+    x = torch.randn(2, 3, *[options.get("img_size", model.default_cfg["input_size"][1])] * 2)
 
     def results() -> list[Tensor]:
         _, nodes = get_graph_node_names(model, tracer_kwargs=leaves)
@@ -312,9 +300,7 @@ def test_graphs_traced_while_recording_are_those_without_a_recorder() -> None:
     alone = [str(node.target) for node in make_fx(vit())(images()).graph.nodes]
     model = vit()
     with tcnn_probe.record(model):
-        assert [
-            str(node.target) for node in make_fx(model)(images()).graph.nodes
-        ] == alone
+        assert [str(node.target) for node in make_fx(model)(images()).graph.nodes] == alone
 
 
 @pytest.mark.filterwarnings(
@@ -330,9 +316,7 @@ def test_forward_mode_differentiation() -> None:
 
     def derivative() -> Tensor:
         with forward_ad.dual_level():
-            return forward_ad.unpack_dual(
-                model(forward_ad.make_dual(x, tangent))
-            ).tangent
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent
 
     alone = derivative()
     with tcnn_probe.record(model, images=[0]) as recorder:
@@ -342,9 +326,7 @@ def test_forward_mode_differentiation() -> None:
 
 
 @pytest.mark.study
-@pytest.mark.filterwarnings(
-    "ignore:.*were measured and nothing was marked:RuntimeWarning"
-)
+@pytest.mark.filterwarnings("ignore:.*were measured and nothing was marked:RuntimeWarning")
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_offloaded_weights(place: str, tmp_path: Path) -> None:
     """Between its forwards, the weights of an offloaded model are on the meta device."""
@@ -354,9 +336,7 @@ def test_offloaded_weights(place: str, tmp_path: Path) -> None:
     if place == "cpu":
         model = accelerate.cpu_offload(vit(), execution_device=torch.device("cpu"))
     else:
-        model = accelerate.disk_offload(
-            vit(), str(tmp_path), execution_device=torch.device("cpu")
-        )
+        model = accelerate.disk_offload(vit(), str(tmp_path), execution_device=torch.device("cpu"))
     assert next(model.parameters()).is_meta
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(images())
@@ -385,7 +365,9 @@ class Trunk(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_regions_that_accelerate_compiles() -> None:
-    """compile_regions compiles the blocks of a copy that shares its weights; the copy itself is not compiled."""
+    """compile_regions compiles the blocks of a copy that shares its weights; the copy itself is not
+    compiled.
+    """
     utils = need("accelerate.utils")
     model = Trunk().eval()
     datasets = []
@@ -400,13 +382,13 @@ def test_regions_that_accelerate_compiles() -> None:
 
 
 class Removing(TorchFunctionMode):
-    """Mode of the user below a recorder's modes, which removes the recorder in the first linear layer."""
+    """Mode of the user below a recorder's modes, which removes the recorder in the first linear
+    layer.
+    """
 
     recorder: tcnn_probe.Recorder | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recorder is not None and func is nn.functional.linear:
             self.recorder.remove()
             self.recorder = None
@@ -415,7 +397,9 @@ class Removing(TorchFunctionMode):
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_a_recorder_removed_while_its_modes_handle_a_call_leaves_none() -> None:
-    """As when it is collected as garbage there: torch puts a mode back once it has handled a call."""
+    """As when it is collected as garbage there: torch puts a mode back once it has handled a
+    call.
+    """
     model, mode = vit(), Removing()
     trace = Trace(model)
     recorder = tcnn_probe.record(model)

@@ -1,4 +1,6 @@
-"""Several threads run one model: one forward at a time is recorded, and nothing is left behind in any thread."""
+"""Several threads run one model: one forward at a time is recorded, and nothing is left behind in
+any thread.
+"""
 
 import _thread
 import sys
@@ -46,7 +48,9 @@ def no_modes() -> bool:
 
 
 def test_three_threads_at_once() -> None:
-    """Two threads run the recorded model, and one another model; during a recorded forward others are not recorded."""
+    """Two threads run the recorded model, and one another model; during a recorded forward others
+    are not recorded.
+    """
     model = vit()
     second = vit(seed=1)
     expected = entropies(model, images())
@@ -64,8 +68,7 @@ def test_three_threads_at_once() -> None:
 
     with tcnn_probe.record(model) as recorder:
         threads = [
-            threading.Thread(target=run, args=(network,))
-            for network in (model, model, second)
+            threading.Thread(target=run, args=(network,)) for network in (model, model, second)
         ]
         for thread in threads:
             thread.start()
@@ -76,8 +79,8 @@ def test_three_threads_at_once() -> None:
         assert recorder.layers == ("blocks.0.attn", "blocks.1.attn")
         check_entropies(recorder, expected)
         count = int(recorder.dataset.images[0, 0])
-    # The number of recorded forwards depends on timing, but each is recorded completely or not at all. At most 2 x 15
-    # forwards of three images are.
+    # The number of recorded forwards depends on timing, but each is recorded completely or not at
+    # all. At most 2 x 15 forwards of three images are.
     assert 0 < count <= 30 * 3
     assert count % 3 == 0
     assert before == Trace(model)
@@ -116,9 +119,7 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
     model = vit()
     before = Trace(model)
     recorder = tcnn_probe.record(model)
-    handle = model.blocks[0].register_forward_hook(
-        lambda *_: (in_thread(recorder.remove), None)[1]
-    )
+    handle = model.blocks[0].register_forward_hook(lambda *_: (in_thread(recorder.remove), None)[1])
     model(images())
     handle.remove()
     assert clean()
@@ -127,7 +128,9 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_exceptions_for_which_torch_calls_no_hook(error: type[BaseException]) -> None:
-    """A forward that ends so is released by the next forward of any thread, or at the end of the ``with``."""
+    """A forward that ends so is released by the next forward of any thread, or at the end of the
+    ``with``.
+    """
     model = vit()
     expected = entropies(model, images())
     before = Trace(model)
@@ -137,9 +140,7 @@ def test_exceptions_for_which_torch_calls_no_hook(error: type[BaseException]) ->
 
     def interrupted() -> None:
         handle = model.blocks[1].register_forward_pre_hook(fail)
-        assert [
-            type(exception) for exception in in_thread(lambda: model(images(5)))
-        ] == [error]
+        assert [type(exception) for exception in in_thread(lambda: model(images(5)))] == [error]
         handle.remove()
 
     with tcnn_probe.record(model) as recorder:
@@ -173,7 +174,9 @@ def test_recorder_removed_before_such_an_exception(finish: str) -> None:
 
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
-    """A forward that is running at a mark belongs to no epoch: its statistics and maps are not split."""
+    """A forward that is running at a mark belongs to no epoch: its statistics and maps are not
+    split.
+    """
     model = vit()
     entered = threading.Event()
     marked = threading.Event()
@@ -205,7 +208,9 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
 
 
 def test_hooks_that_another_thread_is_adding_or_removing() -> None:
-    """torch stores a hook and its request for keyword arguments separately: in between, it is called without them."""
+    """torch stores a hook and its request for keyword arguments separately: in between, it is
+    called without them.
+    """
     model = vit()
     with tcnn_probe.record(model) as recorder:
         model._forward_hooks_with_kwargs.clear()
@@ -230,7 +235,9 @@ def test_a_stream_in_one_thread_sees_no_forwards_of_others() -> None:
 
 
 def test_autograds_own_threads_inherit_the_hidden_depth() -> None:
-    """Gradients on a GPU are computed in threads that Python did not start, and that have no context."""
+    """Gradients on a GPU are computed in threads that Python did not start, and that have no
+    context.
+    """
     depths = list[int]()
     done = threading.Event()
 
@@ -250,7 +257,9 @@ def test_autograds_own_threads_inherit_the_hidden_depth() -> None:
 
 
 def test_a_running_forward_is_not_taken_for_an_abandoned_one() -> None:
-    """The stack of the forward changes while another thread reads it to see whether the forward still runs."""
+    """The stack of the forward changes while another thread reads it to see whether the forward
+    still runs.
+    """
     model = vit()
     image = images()[:1]
     failed = []

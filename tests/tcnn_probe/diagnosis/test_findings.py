@@ -123,7 +123,9 @@ def test_each_sign_is_found(sign: str) -> None:
 
 
 def test_signs_that_a_pretrained_model_may_have_from_the_start() -> None:
-    """One-hot heads, logits of 50, and heads or tokens that are alike raise no alarm unless they appear later."""
+    """One-hot heads, logits of 50, and heads or tokens that are alike raise no alarm unless they
+    appear later.
+    """
     ds = healthy()
     # These three signs are alarms at any time, the others only if they appear.
     for sign in ILL.keys() - {"not finite", "large logits", "silent head"}:
@@ -203,21 +205,19 @@ def test_default_recordings_show_the_signs_they_can() -> None:
     findings = tcnn_probe.health(ds)
     assert [finding.sign for finding in findings] == ["entropy collapse"]
     assert findings.unseen["sink"] == ["sink", "query_diversity"]
-    assert (
-        repr(findings).splitlines()[-1].endswith("record(..., health=True) keeps them")
-    )
+    assert repr(findings).splitlines()[-1].endswith("record(..., health=True) keeps them")
 
 
 def test_entropy_quantile_from_a_histogram() -> None:
-    """Quantiles equal those of the entropies up to the width of a bin, also for empty bins and missing heads."""
+    """Quantiles equal those of the entropies up to the width of a bin, also for empty bins and
+    missing heads.
+    """
     rng = np.random.default_rng(0)
     values = rng.beta(5, 2, (3, 2, 997))
     counts = [[np.histogram(x, 20, (0, 1))[0] / 997 for x in row] for row in values]
     histogram = np.array(counts)
     histogram[2, 1] = np.nan
-    ds = xr.Dataset(
-        {"entropy_histogram": (("layer", "head", "entropy_bin"), histogram)}
-    )
+    ds = xr.Dataset({"entropy_histogram": (("layer", "head", "entropy_bin"), histogram)})
     for q in (0, 0.05, 0.5, 0.99, 1):
         got = tcnn_probe.entropy_quantile(ds, q)
         assert got.dims == ("layer", "head")
@@ -245,7 +245,9 @@ def vit() -> Any:
 
 
 def record_illness(path: Path) -> None:
-    """Record three epochs, where the queries and keys of a block are scaled up from the second on."""
+    """Record three epochs, where the queries and keys of a block are scaled up from the second
+    on.
+    """
     model = vit()
     x = torch.randn(5, 3, 32, 48)
     with tcnn_probe.record(model, path, health=True) as recorder, torch.no_grad():
@@ -289,10 +291,7 @@ def test_findings_of_a_training_are_warned_about_printed_and_drawn(
         axes = tcnn_probe.plot.health(ds)
     assert len(axes.patches) == len(tcnn_probe.health(ds))
     label = axes.get_yticklabels()[0].get_text()
-    assert (
-        label
-        == f"{alarms[0].sign}: blocks.1.attn ({', '.join(map(str, alarms[0].heads))})"
-    )
+    assert label == f"{alarms[0].sign}: blocks.1.attn ({', '.join(map(str, alarms[0].heads))})"
     # A bar starts half a mark before its epoch.
     assert axes.patches[0].get_x() == 0.5
     assert axes.get_xlim() == (-0.5, 2.5)
@@ -330,7 +329,9 @@ def test_health_adds_its_probe_once() -> None:
     ],
 )
 def test_large_architectures_raise_no_alarm_at_initialisation(name: str) -> None:
-    """Limits were set on small networks; these have the widths, numbers of heads and depths of common models."""
+    """Limits were set on small networks; these have the widths, numbers of heads and depths of
+    common models.
+    """
     torch.manual_seed(0)
     # Limits depend on width and depth, so images are small to save time.
     model = timm.create_model(name, img_size=(64, 96)).eval()

@@ -12,7 +12,9 @@ NONE = ((0,), (1,))
 
 
 class Small(nn.Module):
-    """Classifier of images (B, C, H, W) into 5 classes: two convolutions with batch norm and dropout."""
+    """Classifier of images (B, C, H, W) into 5 classes: two convolutions with batch norm and
+    dropout.
+    """
 
     def __init__(self, channels: int = 3, classes: int = 5, seed: int = 0) -> None:
         super().__init__()
@@ -28,7 +30,8 @@ class Small(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.gelu(self.norm(self.first(x)))
         pooled = nn.functional.gelu(self.second(x)).mean((2, 3))
-        # Scores are multiplied by 9, as the initial ones differ too little for an attack to change a decision.
+        # Scores are multiplied by 9, as the initial ones differ too little for an attack to change
+        # a decision.
         return self.head(self.drop(pooled)) * 9
 
 
@@ -39,14 +42,10 @@ def configured() -> nn.Module:
     return model
 
 
-def pixels(
-    count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE
-) -> Tensor:
+def pixels(count: int, channels: int = 3, seed: int = 0, size: tuple[int, int] = SIZE) -> Tensor:
     """Return images with some pixels that are exactly 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(
-        0, 1
-    )
+    return (torch.rand(count, channels, *size, generator=generator) * 1.2 - 0.1).clamp(0, 1)
 
 
 def labels(count: int, classes: int = 5) -> Tensor:

@@ -54,9 +54,7 @@ def foolbox_attack(
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
     mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}
-    wrapped = foolbox.PyTorchModel(
-        model, bounds=(0, 1), device="cpu", preprocessing=preprocessing
-    )
+    wrapped = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu", preprocessing=preprocessing)
     return attack.run(wrapped, images, labels, epsilon=options["epsilon"])
 
 
@@ -67,9 +65,7 @@ def test_fgsm_equals_foolbox(channels: int, epsilon: float) -> None:
     x = pixels(7, channels).double()
     y = labels(7)
     normalization = [numbers[:channels] for numbers in NORMALIZATION]
-    adversarial = evaluation.fgsm(
-        model, x, y, epsilon=epsilon, normalization=normalization
-    )
+    adversarial = evaluation.fgsm(model, x, y, epsilon=epsilon, normalization=normalization)
     expected = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
     # foolbox converts to float32.
     torch.testing.assert_close(adversarial, expected, rtol=0, atol=1e-6)
@@ -77,12 +73,8 @@ def test_fgsm_equals_foolbox(channels: int, epsilon: float) -> None:
 
 
 @pytest.mark.parametrize("random_start", [True, False])
-@pytest.mark.parametrize(
-    ("epsilon", "step", "steps"), [(1 / 255, 0.5 / 255, 5), (0.1, 0.07, 3)]
-)
-def test_pgd_equals_foolbox(
-    epsilon: float, step: float, steps: int, random_start: bool
-) -> None:
+@pytest.mark.parametrize(("epsilon", "step", "steps"), [(1 / 255, 0.5 / 255, 5), (0.1, 0.07, 3)])
+def test_pgd_equals_foolbox(epsilon: float, step: float, steps: int, random_start: bool) -> None:
     """The start of our PGD is the result of an ascent with a negligible first step."""
     model = Small().double().eval()
     x = pixels(7).double()
@@ -129,12 +121,8 @@ def test_budget_and_range_are_kept(epsilon: float, dtype: torch.dtype) -> None:
     model = Small()
     x = pixels(5, size=(29, 31)).to(dtype)
     for attack in ATTACKS.values():
-        adversarial = attack(
-            model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION
-        )
-        assert adversarial.dtype == (
-            torch.float64 if dtype == torch.float64 else torch.float32
-        )
+        adversarial = attack(model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION)
+        assert adversarial.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert (adversarial.double() - x.double()).abs().max() <= epsilon
         assert (adversarial - x.to(adversarial)).abs().max() <= torch.tensor(
             epsilon, dtype=adversarial.dtype
@@ -172,9 +160,7 @@ def test_normalization_of_the_model_or_given() -> None:
     mean = model.pretrained_cfg["mean"]
     std = model.pretrained_cfg["std"]
     usual = evaluation.fgsm(model, x, y)
-    assert torch.equal(
-        usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std))
-    )
+    assert torch.equal(usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std)))
     assert not torch.equal(usual, evaluation.fgsm(model, x, y, normalization=NONE))
     by_number = evaluation.fgsm(model, x, y, normalization=(0.5, 0.25))
     assert torch.equal(
@@ -199,9 +185,7 @@ def test_functions_arrays_and_any_gradient_mode(precision: str) -> None:
             with mode():
                 x, y = pixels(3), labels(3)
                 model(x)  # fills autocast's cache
-                assert torch.equal(
-                    attack(model, x, y, normalization=NORMALIZATION), expected
-                )
+                assert torch.equal(attack(model, x, y, normalization=NORMALIZATION), expected)
                 assert torch.equal(
                     attack(lambda x: model(x), x, y, normalization=NORMALIZATION),
                     expected,
@@ -209,7 +193,9 @@ def test_functions_arrays_and_any_gradient_mode(precision: str) -> None:
 
 
 def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
-    """The model is so confident that its gradient, without scaling, is below the smallest number of float16."""
+    """The model is so confident that its gradient, without scaling, is below the smallest number of
+    float16.
+    """
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()
     with torch.no_grad():
@@ -240,9 +226,7 @@ def test_recorders_do_not_record_attacks() -> None:
     with tcnn_probe.record(model) as recorder:
         model(images(3))
         for classifier in (model, lambda x: model(x)):
-            evaluation.pgd(
-                classifier, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE
-            )
+            evaluation.pgd(classifier, pixels(2, 2, size=(20, 28)), [0, 1], normalization=NONE)
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
@@ -257,14 +241,13 @@ def test_the_model_is_in_eval_mode_during_an_attack_and_restored_afterwards() ->
     y = labels(3)
     expected = evaluation.pgd(model.eval(), x, y, normalization=NORMALIZATION)
     # Dropout is off.
-    assert torch.equal(
-        evaluation.pgd(model.train(), x, y, normalization=NORMALIZATION), expected
-    )
+    assert torch.equal(evaluation.pgd(model.train(), x, y, normalization=NORMALIZATION), expected)
 
     def fail(*args: Any) -> None:
         raise BrokenError
 
-    # The hook raises in a forward, when the model is in eval mode and its weights need no gradients.
+    # The hook raises in a forward, when the model is in eval mode and its weights need no
+    # gradients.
     model.drop.register_forward_hook(fail)
     before = Trace(model)
     random = torch.get_rng_state()

@@ -1,4 +1,6 @@
-"""corrupt(): types of images, random draws, severities and errors; corruptions/ tests the values."""
+"""corrupt(): types of images, random draws, severities and errors; corruptions/ tests the
+values.
+"""
 
 import random
 from pathlib import Path
@@ -17,9 +19,7 @@ KINDS = {
     "tensor": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255,
     "single tensor": lambda x: torch.from_numpy(x[0]).permute(2, 0, 1).double() / 255,
     "half": lambda x: torch.from_numpy(x).permute(0, 3, 1, 2).half() / 255,
-    "bfloat16, grey": lambda x: (
-        torch.from_numpy(x[..., :1]).permute(0, 3, 1, 2).bfloat16() / 255
-    ),
+    "bfloat16, grey": lambda x: torch.from_numpy(x[..., :1]).permute(0, 3, 1, 2).bfloat16() / 255,
     "uint8": lambda x: x,
     "single, float32": lambda x: (x[0] / 255).astype(np.float32),
     # FITS and HDF5 files have this byte order.
@@ -39,9 +39,7 @@ def batch() -> NDArray[Any]:
     china, flower = load_sample_images().images
     # The images are photographs, as many corruptions do not change noise.
     views = (china[20:380, 20:600], flower[:360, 40:620], china[60:400, 200:640])
-    return np.stack(
-        [np.asarray(Image.fromarray(view).resize((37, 23))) for view in views]
-    )
+    return np.stack([np.asarray(Image.fromarray(view).resize((37, 23))) for view in views])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,12 +62,8 @@ def test_bytes_tensors_and_arrays_agree(name: str, batch: NDArray[Any]) -> None:
     exact = corrupt(batch / 255, name, 3)
     assert 0 <= exact.min() <= exact.max() <= 1
     # Bytes are rounded to the nearest level.
-    np.testing.assert_allclose(
-        corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12
-    )
-    tensor = corrupt(
-        torch.from_numpy(batch / 255).permute(0, 3, 1, 2).requires_grad_(), name, 3
-    )
+    np.testing.assert_allclose(corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12)
+    tensor = corrupt(torch.from_numpy(batch / 255).permute(0, 3, 1, 2).requires_grad_(), name, 3)
     np.testing.assert_array_equal(tensor.permute(0, 2, 3, 1).numpy(), exact)
     grey = corrupt(batch[..., :1] / 255, name, 3)
     assert grey.shape == (3, 23, 37, 1)
@@ -84,16 +78,12 @@ def global_generators() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_draws_depend_on_the_seed_and_the_images_number(
-    name: str, batch: NDArray[Any]
-) -> None:
+def test_draws_depend_on_the_seed_and_the_images_number(name: str, batch: NDArray[Any]) -> None:
     """Draws depend neither on the batch nor on global generators, which stay unchanged."""
     before = global_generators()
     # The seed is a NumPy integer, as an image's index often is.
     together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(
-        corrupt(batch[2], name, 2, seed=11, first=42), together[2]
-    )
+    np.testing.assert_array_equal(corrupt(batch[2], name, 2, seed=11, first=42), together[2])
     assert global_generators() == before
     for options in ({"seed": 11, "first": 41}, {"seed": 12, "first": 40}):
         differs = (corrupt(batch, name, 2, **options)[0] != together[0]).any()  # type: ignore[arg-type]
@@ -126,7 +116,8 @@ def test_draws_differ_between_corruptions_images_and_seeds_but_not_severities() 
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
 
 
-# In these cases the published parameters do less damage than at the severity before, in squared differences.
+# In these cases the published parameters do less damage than at the severity before, in squared
+# differences.
 LESS = {("glass_blur", 2), ("glass_blur", 4), ("frost", 4), ("elastic_transform", 3)}
 
 
@@ -141,18 +132,15 @@ def test_damage_grows_with_severity(name: str) -> None:
     ]
     batch = np.stack([np.asarray(image.resize((59, 61))) for image in images]) / 255
     damage = [
-        np.square(corrupt(batch, name, severity) - batch).mean()
-        for severity in (1, 2, 3, 4, 5)
+        np.square(corrupt(batch, name, severity) - batch).mean() for severity in (1, 2, 3, 4, 5)
     ]
     assert damage[0] > 5e-4
     growing = [
-        severity
-        for severity in (2, 3, 4, 5)
-        if damage[severity - 1] > 1.02 * damage[severity - 2]
+        severity for severity in (2, 3, 4, 5) if damage[severity - 1] > 1.02 * damage[severity - 2]
     ]
-    assert growing == [
-        severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS
-    ], damage
+    assert growing == [severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS], (
+        damage
+    )
     # This is the smallest accepted size; kernels and displacements are larger.
     smallest = batch[:, :8, :9]
     assert np.isfinite(corrupt(smallest, name, 5)).all()
@@ -173,14 +161,13 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
         )
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
     np.testing.assert_allclose(
-        # Severity 2 has the factors 0.8 and 0.6; 0.114 is the weight of blue in grey (ITU-R BT.601).
+        # Severity 2 has the factors 0.8 and 0.6; 0.114 is the weight of blue in grey (ITU-R
+        # BT.601).
         grey,
         np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1),
         atol=1e-12,
     )
-    np.testing.assert_array_equal(
-        corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1)
-    )
+    np.testing.assert_array_equal(corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1))
 
 
 def test_rounding_errors_beyond_the_range_are_clipped() -> None:
@@ -230,9 +217,7 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
         ),
     ],
 )
-def test_bad_images_are_refused(
-    images: Any, error: type[Exception], message: str
-) -> None:
+def test_bad_images_are_refused(images: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         corrupt(images, "fog", 1)
 
@@ -272,6 +257,4 @@ def test_a_pil_image_stays_a_pil_image() -> None:
     array = np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8)
     blurred = corrupt(Image.fromarray(array), "defocus_blur", 2)
     assert isinstance(blurred, Image.Image)
-    np.testing.assert_array_equal(
-        np.asarray(blurred), corrupt(array, "defocus_blur", 2)
-    )
+    np.testing.assert_array_equal(np.asarray(blurred), corrupt(array, "defocus_blur", 2))

@@ -1,4 +1,6 @@
-"""Disagreement, McNemar's test and calibration error against loops over made results; runs joined along seeds."""
+"""Disagreement, McNemar's test and calibration error against loops over made results; runs joined
+along seeds.
+"""
 
 import math
 from fractions import Fraction
@@ -22,7 +24,9 @@ CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 
 
 def make_results(run: int = 0) -> xr.Dataset:
-    """Return results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4 classes."""
+    """Return results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4
+    classes.
+    """
     random = np.random.default_rng(run)
     coords = {
         "model": ["cnn", "tcnn"],
@@ -70,38 +74,25 @@ def test_disagreement_by_hand(by: str | None) -> None:
     # A group selects corruptions; every other label is along a dimension of the results.
     for label in result[by].values.tolist() if by else [None]:
         axis = {"group": "corruption"}.get(by, by)
-        indices = (
-            [n for n, name in enumerate(ds[by].values) if name == label] if by else []
-        )
+        indices = [n for n, name in enumerate(ds[by].values) if name == label] if by else []
         cells = ds[f"{kind}prediction"].isel({axis: indices} if by else {})
-        rows = {
-            name: cells.sel(model=name).values.reshape(-1, 23).tolist()
-            for name in names[1:]
-        }
+        rows = {name: cells.sel(model=name).values.reshape(-1, 23).tolist() for name in names[1:]}
         rows["ground truth"] = [ds.label.values.tolist()] * len(rows["cnn"])
         of = result.sel({by: label} if by else {})
         for first in names:
             for second in names:
                 pair = of.sel(model=first, other=second)
                 conditions = list(zip(rows[first], rows[second], strict=True))
-                unequal = [
-                    a != b for x, y in conditions for a, b in zip(x, y, strict=True)
-                ]
+                unequal = [a != b for x, y in conditions for a, b in zip(x, y, strict=True)]
                 # The fraction is exact, so that the tolerance below is for the library alone.
                 share = Fraction(sum(unequal), len(unequal))
-                assert float(pair.disagreement) == pytest.approx(
-                    float(share), abs=1e-15
-                )
+                assert float(pair.disagreement) == pytest.approx(float(share), abs=1e-15)
                 # `differ` is defined for each image, so one image is checked by itself.
                 third = [x[3] != y[3] for x, y in conditions]
-                assert float(pair.differ.sel(image=3)) == pytest.approx(
-                    sum(third) / len(third)
-                )
+                assert float(pair.differ.sel(image=3)) == pytest.approx(sum(third) / len(third))
     if by is None:  # the row of the ground truth has the errors
         error = 1 - ds.clean_accuracy
-        np.testing.assert_allclose(
-            result.disagreement.sel(model="ground truth")[1:], error
-        )
+        np.testing.assert_allclose(result.disagreement.sel(model="ground truth")[1:], error)
 
 
 def test_mcnemar_by_hand() -> None:
@@ -115,10 +106,10 @@ def test_mcnemar_by_hand() -> None:
         )
         won = sum(a and not b for a, b in zip(winning, losing, strict=True))
         lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
-        # The number of wins among the discordant pairs has the binomial distribution of a fair coin.
+        # The number of wins among the discordant pairs has the binomial distribution of a fair
+        # coin.
         chances = [
-            Fraction(math.comb(won + lost, k), 2 ** (won + lost))
-            for k in range(won + lost + 1)
+            Fraction(math.comb(won + lost, k), 2 ** (won + lost)) for k in range(won + lost + 1)
         ]
         # With exact fractions, equally likely outcomes compare as equal, unlike floats.
         expected = sum(chance for chance in chances if chance <= chances[won])
@@ -150,42 +141,37 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
         sure = ds.confidence.values[at].astype(float).tolist()
         right = ds.correct.values[at].tolist()
         total = 0.0
-        # Bins are open below and closed above, as in Guo et al. (2017), and the first one includes 0.
+        # Bins are open below and closed above, as in Guo et al. (2017), and the first one includes
+        # 0.
         for m in range(bins):
             low, high = m / bins, (m + 1) / bins
-            held = [
-                n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)
-            ]
+            held = [n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)]
             if held:
                 accuracy = sum(right[n] for n in held) / len(held)
                 mean = sum(sure[n] for n in held) / len(held)
                 total += len(held) / 23 * abs(accuracy - mean)
         # The terms are the mean confidence and the mean accuracy, which is at most 1.
         terms = sum(map(abs, sure)) / 23 + 1
-        assert float(errors[at]) == pytest.approx(
-            total, abs=4 * np.finfo(float).eps * terms
-        )
+        assert float(errors[at]) == pytest.approx(total, abs=4 * np.finfo(float).eps * terms)
 
 
 def test_calibration_error_of_known_cases() -> None:
     """Confidence 0.8 has no error if 8 of 10 are right, and an error of 0.8 if all are wrong."""
     sure = xr.DataArray(np.full((2, 10), 0.8), dims=("model", "image"))
-    right = xr.DataArray(
-        [[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image")
-    )
+    right = xr.DataArray([[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image"))
     np.testing.assert_allclose(calibration_error(sure, right), [0, 0.8], atol=1e-15)
     at_bound = xr.DataArray([0.5, 0.4, 0.6], dims="image")
     answers = xr.DataArray([False, True, True], dims="image")
     # 0.5 is in the first bin.
-    assert float(calibration_error(at_bound, answers, 2)) == pytest.approx(
-        (0.1 + 0.4) / 3
-    )
+    assert float(calibration_error(at_bound, answers, 2)) == pytest.approx((0.1 + 0.4) / 3)
     assert calibration_error(sure.where(sure.image > 0), right).isnull().all()
 
 
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
-    """Runs join along a dimension of their own or along the corruptions' seeds, and means are over both."""
+    """Runs join along a dimension of their own or along the corruptions' seeds, and means are over
+    both.
+    """
     runs = [
         # Each run has its own seed, or three trainings have the same one.
         make_results(n).assign_coords(seed=[n if dim == "seed" else 0])
@@ -204,14 +190,12 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
         errors.isel({dim: 1}, drop=True),
         calibration_error(runs[1].clean_confidence, runs[1].clean_correct),
     )
-    assert mcnemar(
-        ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]
-    ).p_value.dims == (dim,)
+    assert mcnemar(ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]).p_value.dims == (
+        dim,
+    )
     pooled = improvement(ds, "cnn", None, relative=False)
     apart = [improvement(run, "cnn", None, relative=False).improvement for run in runs]
-    np.testing.assert_allclose(
-        pooled.improvement, sum(result.values for result in apart) / 3
-    )
+    np.testing.assert_allclose(pooled.improvement, sum(result.values for result in apart) / 3)
     assert mean_corruption_error(ds, "cnn").corruption_error.dims[:2] == (
         "model",
         "corruption",
@@ -240,11 +224,14 @@ def test_results_that_are_not_loaded() -> None:
 
 
 def test_a_model_that_saw_fewer_conditions() -> None:
-    """Merged results have NaN where a model has none, which is neither agreement nor disagreement."""
+    """Merged results have NaN where a model has none, which is neither agreement nor
+    disagreement.
+    """
     ds = make_results()
     late = (
         make_results(1)
-        # It saw two of three corruptions and no attacks, and missing answers must not count as wrong.
+        # It saw two of three corruptions and no attacks, and missing answers must not count as
+        # wrong.
         .isel(model=[1], corruption=[0, 2])
         .drop_dims("attack")
         .assign_coords(model=["late"])
@@ -291,9 +278,7 @@ def test_bad_arguments_are_refused() -> None:
         match=r"'clean_prediction' with the dimension 'model', got \('image',\)",
     ):
         disagreement(ds.sel(model="cnn"))
-    with pytest.raises(
-        ValueError, match=r"expected by to be one of None, .*got 'colour'"
-    ):
+    with pytest.raises(ValueError, match=r"expected by to be one of None, .*got 'colour'"):
         disagreement(ds, "colour")
     right = ds.clean_correct
     with pytest.raises(
@@ -301,18 +286,14 @@ def test_bad_arguments_are_refused() -> None:
         match=r"expected True or False for each image, bool, as ds.correct; got float64",
     ):
         mcnemar(right[0].astype(float), right[1])
-    with pytest.raises(
-        ValueError, match=r"with the dimension 'image'; got \('model',\)"
-    ):
+    with pytest.raises(ValueError, match=r"with the dimension 'image'; got \('model',\)"):
         mcnemar(right.any("image"), right.any("image"))
     with pytest.raises(ValueError, match="cannot align"):
         # Different numbers of images have no common index.
         mcnemar(right[0], right[1, :7])
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got float32"):
         calibration_error(right, ds.clean_confidence)
-    with pytest.raises(
-        ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"
-    ):
+    with pytest.raises(ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"):
         # Values above 1 are logits or percentages.
         calibration_error(ds.clean_confidence * 3, right)
     with pytest.raises(ValueError, match="expected at least one bin, got 0"):

@@ -48,9 +48,7 @@ def read(variant: evaluation.Variant) -> tuple[Tensor, Tensor]:
     return torch.cat(images), torch.cat(labels)
 
 
-@pytest.mark.parametrize(
-    "name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"]
-)
+@pytest.mark.parametrize("name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"])
 def test_labels_are_class_indices(name: str, tmp_path: Path) -> None:
     """Labels are not ranks among the folders; each image comes once."""
     classes = (
@@ -60,9 +58,7 @@ def test_labels_are_class_indices(name: str, tmp_path: Path) -> None:
         else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
     )
     options: dict[str, Any] = (
-        {"corruption": "fog", "severity": 3}
-        if name == "imagenet-c"
-        else {"size": (5, 7)}
+        {"corruption": "fog", "severity": 3} if name == "imagenet-c" else {"size": (5, 7)}
     )
     if name == "imagenet-r":
         classes[0] = "n07873807"  # pizza, as ImageNet-R does not have the stingray
@@ -72,9 +68,7 @@ def test_labels_are_class_indices(name: str, tmp_path: Path) -> None:
     # An image's grey level is its number; images of ImageNet-C are not resized, unlike others.
     greys = (images[:, 0].amax((1, 2)) * 255).round().int()
     levels = greys // 10 - 1
-    indices = [
-        int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes
-    ]
+    indices = [int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes]
     assert sorted(levels.tolist()) == list(range(8))
     assert labels.tolist() == [indices[level // 2] for level in levels]
     assert WNIDS.index(GOLDFISH) == 1
@@ -88,12 +82,7 @@ def test_labels_are_class_indices(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r"])
 def test_variants_with_200_classes(name: str, tmp_path: Path) -> None:
     """There is no warning if all folders exist; files and hidden folders are not classes."""
-    listed = (
-        Path(timm.__file__).parent
-        / "data"
-        / "_info"
-        / f"{name.replace('-', '_')}_indices.txt"
-    )
+    listed = Path(timm.__file__).parent / "data" / "_info" / f"{name.replace('-', '_')}_indices.txt"
     indices = [int(line) for line in listed.read_text().split()]
     for index in indices:
         (tmp_path / WNIDS[index]).mkdir()
@@ -112,9 +101,7 @@ def test_real_labels_count_like_timms(tmp_path: Path) -> None:
     numbers = [1, 3, 6]  # their labels: none, 230 and 231, 57
     for number in numbers:
         picture(tmp_path / SHARK / f"ILSVRC2012_val_{number:08d}.JPEG", 10 * number)
-    images, right = read(
-        imagenet_variant("imagenet-real", tmp_path, size=(3, 5), batch_size=1)
-    )
+    images, right = read(imagenet_variant("imagenet-real", tmp_path, size=(3, 5), batch_size=1))
     assert (images[:, 0, 0, 0] * 255).round().tolist() == [30, 60]
     assert right.dtype == torch.bool
     assert [row.nonzero().flatten().tolist() for row in right] == [[230, 231], [57]]
@@ -130,9 +117,9 @@ def test_pixels_are_prepared_like_timms(tmp_path: Path) -> None:
     """Images are resized and cropped as timm does for the model, with values in [0, 1]."""
     path = tmp_path / GOLDFISH / "a.png"
     path.parent.mkdir()
-    Image.fromarray(
-        np.random.default_rng(0).integers(0, 256, (61, 83, 3), dtype=np.uint8)
-    ).save(path)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 83, 3), dtype=np.uint8)).save(
+        path
+    )
     model = timm.create_model("resnet10t", num_classes=3)
     sizes = {
         "input_size": (3, 31, 31),
@@ -155,12 +142,13 @@ def test_pixels_are_prepared_like_timms(tmp_path: Path) -> None:
         std=(1, 1, 1),
     )
     # Bytes are divided by 255 in float32, with an error of 6e-8 near 1.
-    torch.testing.assert_close(
-        images[0], transform(Image.open(path)), rtol=0, atol=1e-7
+    torch.testing.assert_close(images[0], transform(Image.open(path)), rtol=0, atol=1e-7)
+    assert read(imagenet_variant("imagenet", tmp_path, model=model, size=(11, 29)))[0].shape == (
+        1,
+        3,
+        11,
+        29,
     )
-    assert read(imagenet_variant("imagenet", tmp_path, model=model, size=(11, 29)))[
-        0
-    ].shape == (1, 3, 11, 29)
     assert read(imagenet_variant("imagenet", tmp_path))[0].shape == (1, 3, 224, 224)
 
 
@@ -172,9 +160,7 @@ def test_imagenet_c_is_not_resized(tmp_path: Path) -> None:
     # For other images, this model needs resizing and cropping.
     model = timm.create_model("resnet10t", num_classes=3)
     images, labels = read(
-        imagenet_variant(
-            "imagenet-c", tmp_path, corruption="snow", severity=5, model=model
-        )
+        imagenet_variant("imagenet-c", tmp_path, corruption="snow", severity=5, model=model)
     )
     expected = torch.from_numpy(pixels).permute(2, 0, 1) / 255
     torch.testing.assert_close(images[0], expected, rtol=0, atol=1e-7)
@@ -197,9 +183,7 @@ def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
     # A DataLoader draws a seed for its workers whenever it is iterated.
     variant = imagenet_variant("imagenet", by_class(tmp_path, [SHARK]), size=3)
     before = torch.get_rng_state()
-    assert all(
-        torch.equal(a, b) for a, b in zip(read(variant), read(variant), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(read(variant), read(variant), strict=True))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -75,7 +75,9 @@ def test_interval_of_a_proportion_contains_what_exact_tests_do_not_reject(
 
 @pytest.mark.parametrize(("up", "down"), [(0, 0), (2, 0), (4, 3)])
 def test_interval_of_a_difference_of_paired_proportions(up: int, down: int) -> None:
-    """The interval is that of Bonett and Price (2012) with two more discordant pairs, and with the t quantile."""
+    """The interval is that of Bonett and Price (2012) with two more discordant pairs, and with the
+    t quantile.
+    """
     count = 31
     values = np.repeat([1.0, -1.0, 0.0], [up, down, count - up - down])
     p = (up + 1) / (count + 2)
@@ -89,7 +91,9 @@ def test_interval_of_a_difference_of_paired_proportions(up: int, down: int) -> N
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_interval_is_corrected_for_skewness(symmetric: bool) -> None:
-    """Hall (1992): the bound is the mean at which his cubic of W = (mean - mu) / s equals a t quantile over sqrt(n)."""
+    """Hall (1992): the bound is the mean at which his cubic of W = (mean - mu) / s equals a t
+    quantile over sqrt(n).
+    """
     values = np.random.default_rng(2).exponential(size=13)
     if symmetric:
         # Joined with its mirror image about 1, the sample has no skewness, and the cubic is a line.
@@ -182,10 +186,13 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
 def test_intervals_have_their_nominal_coverage(
     draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float
 ) -> None:
-    """Sizes are those of the studies. A percentile bootstrap covered 0.39 of the first case, and 0.84 of the second."""
+    """Sizes are those of the studies. A percentile bootstrap covered 0.39 of the first case, and
+    0.84 of the second.
+    """
     random = np.random.default_rng(count)
     dims = ("image",) if draw is not of_seeds else ("seed", "image")
-    # A rate of 0.95 in 1,200 samples has a standard deviation of 0.006, and 0.93 is three of them below.
+    # A rate of 0.95 in 1,200 samples has a standard deviation of 0.006, and 0.93 is three of them
+    # below.
     samples = np.stack([draw(random, count) for _ in range(1200)])
     values = xr.DataArray(samples, dims=("sample", *dims))
     low, high = evaluation.mean_interval(values, dims).values.T
@@ -198,9 +205,7 @@ def test_scipy_is_named_if_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None
         evaluation.mean_interval(xr.DataArray([0.5, 0.7, 0.2], dims="image"))
     answers = {"correct": ("image", [True, False]), "accuracy": 0.5, "images": 2}
     results = {
-        f"{test}_{name}": value
-        for test in ("clean", "variant")
-        for name, value in answers.items()
+        f"{test}_{name}": value for test in ("clean", "variant") for name, value in answers.items()
     }
     ds = xr.Dataset(results, {"model": "cnn", "variant": "v2"})
     with pytest.raises(ModuleNotFoundError, match=r"pip install scipy$"):

@@ -12,7 +12,9 @@ from tests.tcnn_probe.contracts.helpers import Trace
 
 
 class Wide(nn.Module):
-    """Model from 3 x 4 x 4 values to 1,000, which are rectified, to 2; at its peak it holds 2,000 values."""
+    """Model from 3 x 4 x 4 values to 1,000, which are rectified, to 2; at its peak it holds 2,000
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,9 +27,7 @@ class Wide(nn.Module):
 
 
 def quick(models: object, size: object = None, **options: object) -> xr.Dataset:
-    return evaluation.cost(
-        models, size, batch_size=8, rounds=1, progress=False, **options
-    )
+    return evaluation.cost(models, size, batch_size=8, rounds=1, progress=False, **options)
 
 
 def test_costs_by_hand() -> None:
@@ -50,21 +50,16 @@ def test_costs_by_hand() -> None:
 
 
 def test_attention_in_blocks_is_counted() -> None:
-    layers = {
-        backend: tcnn_model.GPSA(4, 4, 3, backend=backend)
-        for backend in ("dense", "blocks")
-    }
+    layers = {backend: tcnn_model.GPSA(4, 4, 3, backend=backend) for backend in ("dense", "blocks")}
     counted = quick(layers, (4, 14, 15)).multiply_adds.values
     # Without padding, 3 x 3 taps fit 12 x 13 times.
     pixels, queries = 14 * 15, 12 * 13
     assert (
         counted[0]
         == counted[1]
-        # Nine heads have q k^T with one channel, and attention with four; then come queries, keys and values, and
-        # W_out.
-        == 9 * queries * pixels * (1 + 4)
-        + pixels * (9 + 4) * 4
-        + queries * (9 + 9 * 4) * 4
+        # Nine heads have q k^T with one channel, and attention with four; then come queries, keys
+        # and values, and W_out.
+        == 9 * queries * pixels * (1 + 4) + pixels * (9 + 4) * 4 + queries * (9 + 9 * 4) * 4
     )
 
 

@@ -1,4 +1,6 @@
-"""ImageNet-C from disk, in small: every decision against a loop over files, and the comparison of models."""
+"""ImageNet-C from disk, in small: every decision against a loop over files, and the comparison of
+models.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +26,12 @@ EXTRA = "n01440764/ILSVRC2012_val_00000007.JPEG"  # of a class that precedes the
 
 
 def level(file: str, corruption: str, severity: int) -> int:
-    """Return the grey level of an image, a multiple of 10 that depends on its position, corruption and severity."""
+    """Return the grey level of an image, a multiple of 10 that depends on its position, corruption
+    and severity.
+    """
     place = FILES.index(file) if file in FILES else 9
-    # 23 is a prime beyond all positions, so that another position, corruption or severity gives another level.
+    # 23 is a prime beyond all positions, so that another position, corruption or severity gives
+    # another level.
     return 10 * ((3 * place + 5 * CORRUPTIONS.index(corruption) + severity) % 23)
 
 
@@ -38,13 +43,16 @@ def write(path: Path, grey: int, size: int) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Write two corruptions at five severities of six images in three classes, and seven clean images in ``val``."""
+    """Write two corruptions at five severities of six images in three classes, and seven clean
+    images in ``val``.
+    """
     for corruption in CORRUPTIONS:
         for severity in range(1, 6):
             for file in FILES:
                 path = tmp_path / "c" / corruption / str(severity) / file
                 write(path, level(file, corruption, severity), 224)
-    # The extra image comes first, and would shift clean images against corrupted ones that are matched by number.
+    # The extra image comes first, and would shift clean images against corrupted ones that are
+    # matched by number.
     for number, file in enumerate([EXTRA, *FILES]):
         write(tmp_path / "val" / file, 20 * number, 31)
     return tmp_path
@@ -104,9 +112,7 @@ def test_every_decision_equals_that_of_a_loop(root: Path) -> None:
 
 def test_models_are_compared_image_by_image(root: Path) -> None:
     ds = classify(root, clean=root / "val", size=17)
-    tests = evaluation.mcnemar(
-        ds.correct.sel(model="cnn"), ds.correct.sel(model="tcnn")
-    )
+    tests = evaluation.mcnemar(ds.correct.sel(model="cnn"), ds.correct.sel(model="tcnn"))
     assert tests.p_value.dims == ("corruption", "severity", "seed")
     better = evaluation.improvement(ds, "cnn", "severity", relative=False)
     assert better.interval.notnull().all()
@@ -163,9 +169,7 @@ def test_folders_that_do_not_fit_are_refused(root: Path) -> None:
     with pytest.raises(ValueError, match=f"lacks 1: {FILES[3]}"):
         classify(root, clean=root / "val")
     (root / "c" / "fog" / "4" / FILES[2]).unlink()
-    with pytest.raises(
-        ValueError, match=f"6 in shot_noise/1 and 5 in fog/4: {FILES[2]} in one"
-    ):
+    with pytest.raises(ValueError, match=f"6 in shot_noise/1 and 5 in fog/4: {FILES[2]} in one"):
         classify(root)
     with pytest.raises(FileNotFoundError, match=r"no folder .*snow.1"):
         imagenet_c(MODELS, root / "c", corruptions="snow")

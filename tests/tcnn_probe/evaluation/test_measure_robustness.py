@@ -51,8 +51,7 @@ def right(
 ) -> list[bool]:
     """Compute right answers one image at a time."""
     mean, std = (
-        torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1)
-        for numbers in normalization
+        torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1) for numbers in normalization
     )
     with torch.no_grad():
         scores = [model(((image - mean) / std)[None])[0] for image in images]
@@ -66,7 +65,8 @@ def test_robustness_equals_a_loop() -> None:
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x = pixels(7).double()
     y = labels(7)
-    # The budget is large enough to change some decisions, and leaves others, as asserted at the end.
+    # The budget is large enough to change some decisions, and leaves others, as asserted at the
+    # end.
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
     ds = evaluation.robustness(
@@ -90,21 +90,17 @@ def test_robustness_equals_a_loop() -> None:
     for name, model in models.items():
         of = ds.sel(model=name)
         assert of.clean_correct.values.tolist() == right(model, x, y, NORMALIZATION)
-        for correct in of.correct.stack(
-            condition=("corruption", "severity", "seed")
-        ).transpose("condition", "image"):
+        for correct in of.correct.stack(condition=("corruption", "severity", "seed")).transpose(
+            "condition", "image"
+        ):
             corruption, severity, seed = correct.condition.item()
             worse = evaluation.corrupt(x, corruption, severity, seed=seed)
             assert correct.values.tolist() == right(model, worse, y, NORMALIZATION)
         for seed in (3, 0):
             worse = {
-                "pgd": evaluation.pgd(
-                    model, x, y, seed=seed, normalization=NORMALIZATION, **pgd
-                )
+                "pgd": evaluation.pgd(model, x, y, seed=seed, normalization=NORMALIZATION, **pgd)
             }
-            worse["fgsm"] = evaluation.fgsm(
-                model, x, y, epsilon=0.04, normalization=NORMALIZATION
-            )
+            worse["fgsm"] = evaluation.fgsm(model, x, y, epsilon=0.04, normalization=NORMALIZATION)
             for attack, images in worse.items():
                 correct = of.adversarial_correct.sel(attack=attack, seed=seed)
                 assert correct.values.tolist() == right(model, images, y, NORMALIZATION)
@@ -118,15 +114,15 @@ def test_robustness_equals_a_loop() -> None:
         assert ds[mean].dims == ds[name].dims[:-1] == ds[f"{mean}_se"].dims
         # These are quotients of integers below 8, in float64.
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
-        np.testing.assert_allclose(
-            ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15
-        )
+        np.testing.assert_allclose(ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15)
         # Some answers are right and some are wrong, or the loops above would show nothing.
         assert ds[name].values.any() > ds[name].values.all()
 
 
 def test_predictions_and_confidences_equal_a_loop() -> None:
-    """The loop takes one image at a time, with the softmax in float64; scores are rounded to float32 first."""
+    """The loop takes one image at a time, with the softmax in float64; scores are rounded to
+    float32 first.
+    """
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x = pixels(7).double()
     y = labels(7)
@@ -188,13 +184,13 @@ def test_batch_size_does_not_matter() -> None:
         yield from ([x[:3].numpy(), y[:3].tolist()], [x[3:], y[3:]])
 
     for batches in (loader, once()):
-        xr.testing.assert_equal(
-            evaluation.robustness(sensitive, batches, **options), expected
-        )
+        xr.testing.assert_equal(evaluation.robustness(sensitive, batches, **options), expected)
 
 
 def test_seeds_are_independent_measurements() -> None:
-    """Results of a seed do not depend on the others, and conditions without randomness are measured once."""
+    """Results of a seed do not depend on the others, and conditions without randomness are measured
+    once.
+    """
     x = pixels(31, size=(9, 11))
     y = labels(31)
     options: dict[str, Any] = {
@@ -219,8 +215,8 @@ def test_seeds_are_independent_measurements() -> None:
         "gradient and answer": 2 * (1 + 2),
     }
     assert len(batches) == 2 * sum(once.values())
-    # The clean batches come first, and then three corrupted batches, each for one model and the other. Each batch is
-    # corrupted once for both models.
+    # The clean batches come first, and then three corrupted batches, each for one model and the
+    # other. Each batch is corrupted once for both models.
     for first, second in zip(batches[2:8:2], batches[3:8:2], strict=True):
         assert torch.equal(first, second)
     for seed in (5, 1):
@@ -257,9 +253,7 @@ def test_functions_and_normalization_per_model() -> None:
     normalizations = {"given": (mean, std), "function": (mean, std)}
     ds = evaluation.robustness(models, x, y, normalization=normalizations, **options)
     for name in ("given", "function"):
-        xr.testing.assert_equal(
-            ds.sel(model=name, drop=True), ds.sel(model="own", drop=True)
-        )
+        xr.testing.assert_equal(ds.sel(model=name, drop=True), ds.sel(model="own", drop=True))
     assert json.loads(ds.attrs["models"]) == {
         "own": "Small",
         "given": "Small",
@@ -278,9 +272,7 @@ def test_only_requested_conditions_are_measured() -> None:
         "clean_accuracy",
         "clean_accuracy_se",
     }
-    attacked = evaluation.robustness(
-        Small(), pixels(2), labels(2), **CLEAN | {"attacks": "fgsm"}
-    )
+    attacked = evaluation.robustness(Small(), pixels(2), labels(2), **CLEAN | {"attacks": "fgsm"})
     assert "accuracy" not in attacked
     assert named_corruptions("blur") == (
         "defocus_blur",
@@ -301,7 +293,8 @@ def test_a_users_own_frost() -> None:
     x = pixels(3, size=(11, 13)) * 0.2
 
     def bright(x: Tensor) -> Tensor:
-        # A bright picture is class 0, the right one: white frost makes it bright, but black frost does not.
+        # A bright picture is class 0, the right one: white frost makes it bright, but black frost
+        # does not.
         return torch.stack([x.mean((1, 2, 3)), torch.full((len(x),), 0.45)], 1)
 
     options: dict[str, Any] = CLEAN | {"corruptions": "frost", "severities": 2}
@@ -325,9 +318,7 @@ def test_ties_and_nan() -> None:
         scores[1, 2] = scores[2, 1] = torch.nan  # torch takes NaN for the highest score
         return scores
 
-    with pytest.warns(
-        RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"
-    ):
+    with pytest.warns(RuntimeWarning, match="scores with NaN, counted as wrong: {'bad': 2}"):
         ds = evaluation.robustness({"bad": broken}, x, y, **CLEAN)
     assert ds.clean_correct[0].values.tolist() == [True, False, False, True]
     assert ds.clean_prediction[0].values.tolist() == [0, -1, -1, 2]
@@ -379,10 +370,7 @@ def test_variants_of_imagenet() -> None:
         evaluation.robustness(models, x, targets, **CLEAN).clean_accuracy
         for targets in (y, (y + 1) % 5)
     )
-    best = {
-        name: (lambda x, model=model: model(x)[:, [0, 3]])
-        for name, model in models.items()
-    }
+    best = {name: (lambda x, model=model: model(x)[:, [0, 3]]) for name, model in models.items()}
     masked = evaluation.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
     np.testing.assert_allclose(
         # A prediction that equals one of two distinct labels equals either one or the other.
@@ -391,9 +379,7 @@ def test_variants_of_imagenet() -> None:
         atol=1e-15,
     )
     p = ds.variant_accuracy.values
-    np.testing.assert_allclose(
-        ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15
-    )
+    np.testing.assert_allclose(ds.variant_accuracy_se, np.sqrt(p * (1 - p) / [9, 9, 7]), atol=1e-15)
 
 
 class BrokenError(Exception):
@@ -432,16 +418,12 @@ def test_models_are_left_unchanged() -> None:
         assert (np.random.get_state()[1] == numpys).all()  # noqa: NPY002
         assert torch.equal(x, copy)
         assert (model.head.weight.grad == 0.5).all()
-        assert all(
-            p.grad is None for n, p in model.named_parameters() if n != "head.weight"
-        )
+        assert all(p.grad is None for n, p in model.named_parameters() if n != "head.weight")
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (True, False):
-        evaluation.robustness(
-            Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown
-        )
+        evaluation.robustness(Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown)
         written = capsys.readouterr().err
         # There are two batches, each of them clean, pixelated and attacked.
         assert ("robustness" in written) == ("/6 [" in written) == shown
@@ -466,9 +448,7 @@ def test_sigmoid_of_one_output_or_of_each(classes: int) -> None:
         logits = np.concatenate([-logits, logits], 1)
     assert len({*logits.argmax(1)}) > 1
     options = CLEAN | {"attacks": {"fgsm": {"epsilon": 0.2}}}
-    ds = evaluation.robustness(
-        model, images, logits.argmax(1), **options, score="sigmoid"
-    )
+    ds = evaluation.robustness(model, images, logits.argmax(1), **options, score="sigmoid")
     clean = ds.isel(model=0)
     np.testing.assert_array_equal(clean.clean_prediction, logits.argmax(1))
     confidence = 1 / (1 + np.exp(-logits.max(1)))

@@ -22,8 +22,8 @@ def results() -> xr.Dataset:
     random = np.random.default_rng(0)
     sizes = {"model": 3, "corruption": 5, "severity": 2, "seed": 7, "image": 23}
     chances = (
-        # One model is better and one worse than the baseline; probabilities differ between corruptions, so that means
-        # of groups differ, too.
+        # One model is better and one worse than the baseline; probabilities differ between
+        # corruptions, so that means of groups differ, too.
         np.array([0.6, 0.7, 0.3])[:, None, None, None, None]
         * np.linspace(0.5, 1, 5)[:, None, None, None]
     )
@@ -78,25 +78,17 @@ def test_relative_interval_contains_what_a_t_test_does_not_reject(
     else:  # the mean over corruptions and seeds of each image
         interval = result.interval.sel(model="tcnn", severity=5)
         pairs = results.correct.values[:2, :, 1].mean((1, 2))
-    baseline, ours = np.concatenate(
-        [pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]
-    ).T
+    baseline, ours = np.concatenate([pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]).T
     # Fieller's interval is found by trying every ratio.
     ratios = np.linspace(0.2, 4, 2001)
     compatible = [
-        ratio
-        for ratio in ratios
-        if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05
+        ratio for ratio in ratios if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05
     ]
     # The ratios are 0.0019 apart.
-    np.testing.assert_allclose(
-        interval, [min(compatible) - 1, max(compatible) - 1], atol=0.002
-    )
+    np.testing.assert_allclose(interval, [min(compatible) - 1, max(compatible) - 1], atol=0.002)
 
 
-@pytest.mark.parametrize(
-    ("by", "dims"), [(None, ("model",)), ("attack", ("model", "attack"))]
-)
+@pytest.mark.parametrize(("by", "dims"), [(None, ("model",)), ("attack", ("model", "attack"))])
 def test_improvement_on_clean_and_attacked_images(
     results: xr.Dataset, by: str | None, dims: tuple[str, ...]
 ) -> None:
@@ -114,11 +106,11 @@ def test_improvement_on_clean_and_attacked_images(
 def test_no_relative_improvement_over_a_baseline_that_is_never_right(
     results: xr.Dataset, right: int
 ) -> None:
-    """A baseline that is right twice in 23 may be right so rarely that any ratio is possible: it has no interval."""
+    """A baseline that is right twice in 23 may be right so rarely that any ratio is possible: it
+    has no interval.
+    """
     few = (results.model != "cnn") | (results.image < right)
-    rare = xr.Dataset(
-        {"clean_correct": (results.clean_correct | (results.image < 2)) & few}
-    )
+    rare = xr.Dataset({"clean_correct": (results.clean_correct | (results.image < 2)) & few})
     share, difference = (
         improvement(rare, "cnn", None, relative=relative) for relative in (True, False)
     )
@@ -137,26 +129,18 @@ def test_mean_corruption_error_by_hand(results: xr.Dataset) -> None:
         for model in range(3):
             for corruption in range(5):
                 summed = [
-                    sum(
-                        error[m, corruption, s] - (clean[m] if kind else 0)
-                        for s in (0, 1)
-                    )
+                    sum(error[m, corruption, s] - (clean[m] if kind else 0) for s in (0, 1))
                     for m in (model, 0)
                 ]
                 ratio[model, corruption] = summed[0] / summed[1]
         np.testing.assert_allclose(result[f"{kind}corruption_error"], ratio)
-        np.testing.assert_allclose(
-            result[f"{kind}mean_corruption_error"], ratio.mean(1)
-        )
+        np.testing.assert_allclose(result[f"{kind}mean_corruption_error"], ratio.mean(1))
         for group, values in result[f"{kind}group_corruption_error"].groupby("group"):
             of = [n for n, name in enumerate(groups) if name == group]
             np.testing.assert_allclose(values.squeeze("group"), ratio[:, of].mean(1))
     assert result.mean_corruption_error.sel(model="cnn") == 1
     assert result.attrs["baseline"] == "cnn"
-    assert (
-        result.mean_corruption_error.attrs["long_name"]
-        == "mean corruption error, of cnn's"
-    )
+    assert result.mean_corruption_error.attrs["long_name"] == "mean corruption error, of cnn's"
 
 
 def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> None:
@@ -192,14 +176,10 @@ def test_selected_conditions_are_summarised(
     gain = improvement(scalar, "cnn", by)
     expected = improvement(listed, "cnn", by)
     assert gain.improvement.dims == (("model",) if by is None else ("model", by))
-    xr.testing.assert_identical(
-        gain.reset_coords(drop=True), expected.reset_coords(drop=True)
-    )
+    xr.testing.assert_identical(gain.reset_coords(drop=True), expected.reset_coords(drop=True))
     errors = mean_corruption_error(scalar, "cnn")
     expected = mean_corruption_error(listed, "cnn")
-    xr.testing.assert_allclose(
-        errors.reset_coords(drop=True), expected.reset_coords(drop=True)
-    )
+    xr.testing.assert_allclose(errors.reset_coords(drop=True), expected.reset_coords(drop=True))
 
 
 def test_bad_arguments_are_refused(results: xr.Dataset) -> None:
@@ -209,9 +189,7 @@ def test_bad_arguments_are_refused(results: xr.Dataset) -> None:
             match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray",
         ):
             function(results.correct, "cnn")
-        with pytest.raises(
-            ValueError, match=r"with the dimension 'model', got \('corruption'"
-        ):
+        with pytest.raises(ValueError, match=r"with the dimension 'model', got \('corruption'"):
             function(results.sel(model="cnn"), "cnn")
         with pytest.raises(
             ValueError,
@@ -227,9 +205,7 @@ def test_bad_arguments_are_refused(results: xr.Dataset) -> None:
         ValueError, match=r"expected another model beside the baseline, got \['cnn'\]"
     ):
         improvement(results.sel(model=["cnn"]), "cnn")
-    with pytest.raises(
-        ValueError, match="expected 'correct' with the coordinate 'severity'"
-    ):
+    with pytest.raises(ValueError, match="expected 'correct' with the coordinate 'severity'"):
         improvement(results.mean("severity"), "cnn", "severity")
     with pytest.raises(
         ValueError,

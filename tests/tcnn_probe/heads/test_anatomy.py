@@ -1,4 +1,6 @@
-"""The parts of selectivity: an independent fit of the convolution, and corrections against many draws."""
+"""The parts of selectivity: an independent fit of the convolution, and corrections against many
+draws.
+"""
 
 import itertools
 
@@ -32,7 +34,8 @@ def softmax(logits: Array) -> Array:
 
 
 def nearest_convolution(mean: Array, index: NDArray[np.int64], seen: Array) -> float:
-    """Minimise the mean cross entropy of a head's mean attention (queries, keys) to a convolution, by L-BFGS.
+    """Minimise the mean cross entropy of a head's mean attention (queries, keys) to a convolution,
+    by L-BFGS.
 
     The variables are the logits theta of the offsets, as in the definition.
     """
@@ -68,10 +71,10 @@ def fitted(mean: Array, index: NDArray[np.int64], seen: Array, rounds: int) -> A
 @pytest.mark.parametrize("gain", [0.3, 2.0, 8.0])
 @pytest.mark.parametrize("hidden", [0.0, 0.3])
 @pytest.mark.parametrize("prefix", [0, 2])
-def test_the_fit_equals_that_of_a_convex_solver(
-    gain: float, hidden: float, prefix: int
-) -> None:
-    """Also with tokens off the grid, with keys that are hidden from some queries, and for peaked attention."""
+def test_the_fit_equals_that_of_a_convex_solver(gain: float, hidden: float, prefix: int) -> None:
+    """Also with tokens off the grid, with keys that are hidden from some queries, and for peaked
+    attention.
+    """
     rng = np.random.default_rng(0)
     places = np.array([p or (np.nan, np.nan) for p in grid(3, 5, prefix=prefix)])
     index, offsets = offsets_of_pairs(places[prefix:], places)
@@ -117,7 +120,8 @@ def estimates(weights: Array, population: int, images: int) -> Array:
         np.full((1, weights.shape[1]), weights.shape[2]),
         np.full(len(groups), images),
         population,
-        # What a convolution explains moves between offset and position, and does not change their sum.
+        # What a convolution explains moves between offset and position, and does not change their
+        # sum.
         Convolution(np.ones((len(groups), 1)), np.ones(len(groups))),
     )
     total = sum(measured[name] for name in PARTS)
@@ -145,7 +149,9 @@ def images_and_queries() -> Array:
 def test_parts_do_not_depend_on_the_numbers_of_images_and_queries(
     images_and_queries: Array, images: int, sampled: int
 ) -> None:
-    """Without the corrections, from two images and seven queries, parts are off by 30 to 80 per cent."""
+    """Without the corrections, from two images and seven queries, parts are off by 30 to 80 per
+    cent.
+    """
     expected = estimates(images_and_queries, QUERIES, IMAGES)
     assert (expected > 0.015).all()
     order = np.random.default_rng(1).permutation(QUERIES)

@@ -1,4 +1,6 @@
-"""Types of recordings made by hand: labels, uncertainty, reasons for heads without a label, and the former rule."""
+"""Types of recordings made by hand: labels, uncertainty, reasons for heads without a label, and the
+former rule.
+"""
 
 import json
 import math
@@ -39,10 +41,7 @@ def recording(parts: Any, halves: Any = 0.0, images: int = IMAGES) -> xr.Dataset
     by_layer = DIMS[:2], np.ones((marks, layers))
     ds = xr.Dataset(
         {name: (DIMS, parts[..., nth].copy()) for nth, name in enumerate(PARTS)}
-        | {
-            f"{name}_halves": (DIMS, halves[..., nth].copy())
-            for nth, name in enumerate(PARTS)
-        }
+        | {f"{name}_halves": (DIMS, halves[..., nth].copy()) for nth, name in enumerate(PARTS)}
         | {"uniform_entropy": by_layer, "images": by_layer},
         {
             # Epochs start at 2, so that they differ from their positions.
@@ -59,17 +58,20 @@ def recording(parts: Any, halves: Any = 0.0, images: int = IMAGES) -> xr.Dataset
 
 
 def of_marks() -> xr.Dataset:
-    """Return three marks of six heads, of which the last one changes, and of a layer that lacks the last head."""
+    """Return three marks of six heads, of which the last one changes, and of a layer that lacks the
+    last head.
+    """
     marks = [
-        [*list(HEADS.values())[:5], HEADS[last]]
-        for last in ("mixed", "salient", "convolutional")
+        [*list(HEADS.values())[:5], HEADS[last]] for last in ("mixed", "salient", "convolutional")
     ]
     lacking = [*list(HEADS.values())[:5], (NAN,) * 4]
     return recording([[mark, lacking] for mark in marks])
 
 
 def test_attention_to_class_tokens_is_no_convolution() -> None:
-    """Three heads differ in what class tokens receive: little, so much that content is left, and half."""
+    """Three heads differ in what class tokens receive: little, so much that content is left, and
+    half.
+    """
     ds = recording([[[(1.0, 0.0, 0.3, 0.4)] * 3]])
     assert (tcnn_probe.head_types(ds) == "convolutional").all()
     values = xr.DataArray([[[0.1, 0.4, 0.9]]], dims=DIMS)
@@ -136,9 +138,7 @@ def test_types_on_which_the_halves_disagree_are_uncertain() -> None:
     assert 0.1 < types.uncertain.mean() < 0.9
     # Without the differences nothing is known of uncertainty.
     ds = recording(parts)
-    bare = tcnn_probe.head_types(
-        ds[[*PARTS, "selectivity", "uniform_entropy", "images"]]
-    )
+    bare = tcnn_probe.head_types(ds[[*PARTS, "selectivity", "uniform_entropy", "images"]])
     assert "uncertain" not in bare.coords
     np.testing.assert_array_equal(bare, types)
 
@@ -163,7 +163,8 @@ def test_few_images() -> None:
 
 
 def test_bound_on_content_is_said_where_it_binds() -> None:
-    # From 8 images content is at most 8 / 7 log 8 = 2.376 nat, half of which lies between the two layers.
+    # From 8 images content is at most 8 / 7 log 8 = 2.376 nat, half of which lies between the two
+    # layers.
     content = [(0.1, 0.1, 0.6, 0.6)], [(0.1, 0.1, 0.6, 0.58)]
     types = tcnn_probe.head_types(recording([content], images=8))
     assert json.loads(types.attrs["bound"]).keys() == {"a"}
@@ -198,9 +199,7 @@ def test_layers_whose_only_queries_are_class_tokens() -> None:
     # Of patches' layers, class tokens do not count.
     classes = [[[9.0] * 3, [1.0, 0.01, 1.0]]], [[[9.0] * 3, [0.6, 0.0, 0.4]]]
     names = ("class_selectivity", "class_content_information")
-    ds = ds.assign(
-        {name: (DIMS, value) for name, value in zip(names, classes, strict=True)}
-    )
+    ds = ds.assign({name: (DIMS, value) for name, value in zip(names, classes, strict=True)})
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[[*HEADS][:3], ["salient", "averaging", ""]]]
 
@@ -214,7 +213,8 @@ def test_a_mean_over_the_real_cells_of_gated_attention_averages() -> None:
 
 
 def test_selections_keep_their_dimensions_and_coordinates() -> None:
-    # The dimension is renamed and heads come first, as nothing may depend on the name or position of a dimension.
+    # The dimension is renamed and heads come first, as nothing may depend on the name or position
+    # of a dimension.
     ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
     complete = tcnn_probe.head_types(ds)
     assert complete.dims == ("head", "step", "layer")
@@ -258,7 +258,9 @@ def test_types_by_the_gate() -> None:
 
 
 def former() -> xr.Dataset:
-    """Return a recording of an earlier version, of a head of each former type, and of one without a number."""
+    """Return a recording of an earlier version, of a head of each former type, and of one without a
+    number.
+    """
     heads = np.array(
         [
             # Information, entropy, distance, and equivariance, as shares.
@@ -293,10 +295,7 @@ def test_recordings_of_earlier_versions_are_typed_by_the_former_rule() -> None:
     assert len(warned) == 1  # of a line, even where Python would repeat itself
     assert types.values.tolist() == [[FORMER]]
     assert "information is not finite" not in types.attrs["unlabelled"]
-    assert (
-        "attention_distance / uniform_distance is not finite"
-        in types.attrs["unlabelled"]
-    )
+    assert "attention_distance / uniform_distance is not finite" in types.attrs["unlabelled"]
 
 
 def test_former_options_are_deprecated() -> None:

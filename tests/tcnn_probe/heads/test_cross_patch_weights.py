@@ -20,7 +20,9 @@ PLACES = list(product(range(H), range(W)))
 PAIRS = (H * W) ** 2
 OFFSETS = (2 * H - 1) * (2 * W - 1)
 DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
-"""Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a part of T."""
+"""Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a
+part of T.
+"""
 
 
 def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
@@ -38,11 +40,10 @@ def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
 
 def toeplitz() -> torch.Tensor:
     """Return the matrix of a 3 x 3 convolution with weights of both signs."""
-    # The kernel is neither symmetric nor positive, and its last weight is near zero as defined by ResMLP's figures.
+    # The kernel is neither symmetric nor positive, and its last weight is near zero as defined by
+    # ResMLP's figures.
     kernel = {(-1, -1): 1.0, (-1, 0): -2, (0, 0): 4, (0, 1): -1, (1, 1): 0.01}
-    return torch.tensor(
-        [[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES]
-    )
+    return torch.tensor([[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES])
 
 
 @torch.no_grad()
@@ -60,9 +61,7 @@ def known() -> MlpMixer:
 
 
 def test_statistics_of_known_matrices() -> None:
-    identity, convolution, random = (
-        cross_patch(known()).isel(layer=n, head=0) for n in range(3)
-    )
+    identity, convolution, random = (cross_patch(known()).isel(layer=n, head=0) for n in range(3))
     assert identity.attention_distance == 0
     assert identity.entropy == 0
     for layer in (identity, convolution):
@@ -71,7 +70,8 @@ def test_statistics_of_known_matrices() -> None:
     # These weights are below a twentieth of the largest one, 4.
     near_zero = (toeplitz().abs() < 0.05 * 4).double().mean()
     assert float(convolution.near_zero) == pytest.approx(float(near_zero))
-    # The bound is four standard deviations, which one matrix in 16,000 exceeds by chance; the seed is fixed.
+    # The bound is four standard deviations, which one matrix in 16,000 exceeds by chance; the seed
+    # is fixed.
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
     # With 4,000 rows, the error of their mean is a tenth of the tolerance below.
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
@@ -115,7 +115,9 @@ def test_types_are_those_of_attention_heads() -> None:
 
 
 def test_matrix_of_mlp_mixer_is_the_product() -> None:
-    """The matrix equals the effect of the block on a single patch, with an identity in place of the GELU."""
+    """The matrix equals the effect of the block on a single patch, with an identity in place of the
+    GELU.
+    """
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
     weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
@@ -136,17 +138,14 @@ def equivariance(pattern: np.ndarray, prefix: int) -> float:
     of_offset = defaultdict(list)
     for (q, (y, x)), (k, (v, u)) in product(enumerate(PLACES, prefix), repeat=2):
         of_offset[v - y, u - x].append(pattern[q, k])
-    within = sum(
-        np.square(values - np.mean(values)).sum() for values in of_offset.values()
-    )
-    return float(
-        1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1)
-    )
+    within = sum(np.square(values - np.mean(values)).sum() for values in of_offset.values())
+    return float(1 - within / (PAIRS - OFFSETS) / np.var(pattern[prefix:, prefix:], ddof=1))
 
 
 @pytest.mark.parametrize("kind", ["swin", "beit"])
 def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
-    """The bias is that of a Swin and a BEiT of one layer with queries of 0; in reverse or random order, it is not.
+    """The bias is that of a Swin and a BEiT of one layer with queries of 0; in reverse or random
+    order, it is not.
 
     The recorded attention is not quite convolutional: at the border there are fewer keys.
     """
@@ -165,9 +164,7 @@ def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
         model = timm.create_model("beit_base_patch16_224", **shape)
         prefix = 1
     (layer,) = (
-        module
-        for module in model.modules()
-        if hasattr(module, "relative_position_bias_table")
+        module for module in model.modules() if hasattr(module, "relative_position_bias_table")
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -192,9 +189,7 @@ def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
     with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
         model(torch.randn(2, 3, *shape["img_size"], generator=generator))
         recorder.mark(epoch=0)
-    expected = [
-        equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()
-    ]
+    expected = [equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()]
     # The bias alone would give 1, and the border reduces it a little.
     assert 0.9 < min(expected) <= max(expected) < 0.99
     equivariances = recorder.dataset.translation_equivariance.squeeze()
@@ -226,9 +221,7 @@ def test_bad_shapes_are_refused() -> None:
         translation_equivariance(np.ones((1, H * W, H * W)), PLACES, PLACES[1:])
     with pytest.raises(ValueError, match="ResMLP or MLP-Mixer, got Linear"):
         cross_patch(nn.Linear(2, 2))
-    with pytest.raises(
-        ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"grid=\(rows, columns\) of 35 patches, got \(6, 6\)"):
         cross_patch(mlp_model(), grid=(6, 6))
     with pytest.raises(ValueError, match="of 35 patches, got None"):
         cross_patch(nn.Sequential(mlp_model().blocks[0]))

@@ -23,13 +23,13 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
 
 @pytest.mark.study
 def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
-    """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values, and then other parameters."""
+    """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values, and then other
+    parameters.
+    """
     torch.manual_seed(0)
     cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
     names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
-    model = tcnn_model.reparameterize(
-        cnn, layers=names, input_size=(1, 160, 224)
-    ).eval()
+    model = tcnn_model.reparameterize(cnn, layers=names, input_size=(1, 160, 224)).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
     size, conv = (8, 1, 160, 224), "convolutional"
     types = tcnn_probe.head_types(recorded(model, *size))
@@ -40,7 +40,8 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         # New queries and keys have products near zero, so that attention is uniform.
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    # A low gate alone does not make a content head. Sharp queries and keys depend on content and on the padding.
+    # A low gate alone does not make a content head. Sharp queries and keys depend on content and on
+    # the padding.
     expected = [conv] * 2 + ["averaging"] * 2 + ["mixed"] + [conv] * 4
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
@@ -54,7 +55,8 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         third.gating.fill_(20.0)
         third.center[8] = torch.tensor([40.0, 40.0])  # all queries attend to one corner
     types = tcnn_probe.head_types(recorded(model, *size))
-    # With gates at 1, all attention follows from the offset, also that of queries that all attend to one corner.
+    # With gates at 1, all attention follows from the offset, also that of queries that all attend
+    # to one corner.
     assert types.values.tolist() == [[["averaging"] * 9, [conv] * 9, [conv] * 9]]
 
 
@@ -65,9 +67,11 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
 def test_convolutions_are_convolutional(
     kernel: int, size: tuple[int, int], strength: float
 ) -> None:
-    """Layers have the papers' initial values, where content has a quarter of the weight, or are convolutions.
+    """Layers have the papers' initial values, where content has a quarter of the weight, or are
+    convolutions.
 
-    Taps of 7 x 7 on 7 x 7 pixels attend up to 4.2 pixels away, and uniform attention 5.5 on average.
+    Taps of 7 x 7 on 7 x 7 pixels attend up to 4.2 pixels away, and uniform attention 5.5 on
+    average.
     """
     torch.manual_seed(0)
     layer = tcnn_model.GPSA(
@@ -79,17 +83,15 @@ def test_convolutions_are_convolutional(
 
 
 class Four(nn.Module):
-    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and to the middle."""
+    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and
+    to the middle.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
         y = torch.arange(height).repeat_interleave(width)
         x_ = torch.arange(width).repeat(height)
-        squared = (
-            ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2)
-            .to(x)
-            .expand(len(x), -1, -1)
-        )
+        squared = ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2).to(x).expand(len(x), -1, -1)
         middle = -((y - height // 2) ** 2) - (x_ - width // 2) ** 2
         middle = middle.to(x).expand_as(squared)
         # This depends on the image, in the same way for all queries: content without a convolution.
@@ -123,9 +125,7 @@ def test_convit_has_both_kinds_of_layers() -> None:
         "num_classes": 3,
     }
     torch.manual_seed(0)
-    ds = recorded(
-        timm.create_model("convit_tiny", img_size=112, **options).eval(), 8, 3, 112, 112
-    )
+    ds = recorded(timm.create_model("convit_tiny", img_size=112, **options).eval(), 8, 3, 112, 112)
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[["convolutional"] * 9] * 2 + [["averaging"] * 9]]
 

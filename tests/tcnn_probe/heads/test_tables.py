@@ -23,9 +23,7 @@ def test_random_heads_are_as_many_in_each_layer() -> None:
         {"layer": ["a", "b", "c"], "head": range(7)},
         ("layer", "head"),
     )
-    drawn = [
-        tcnn_probe.random_heads(selection(), seed, among=among) for seed in range(400)
-    ]
+    drawn = [tcnn_probe.random_heads(selection(), seed, among=among) for seed in range(400)]
     for mask in drawn:
         assert mask.sum("head").values.tolist() == [2, 3, 0]
         assert not (mask & ~among).any()
@@ -34,9 +32,7 @@ def test_random_heads_are_as_many_in_each_layer() -> None:
     np.testing.assert_allclose(share, 2 / 7, atol=0.115)
     assert drawn[1].equals(tcnn_probe.random_heads(selection(), 1, among=among))
     with pytest.raises(ValueError, match="at least 3 heads to draw from in 'b', got 2"):
-        tcnn_probe.random_heads(
-            selection(), 0, among=among.where(among["head"] < 2, False)
-        )
+        tcnn_probe.random_heads(selection(), 0, among=among.where(among["head"] < 2, False))
     with pytest.raises(TypeError, match="boolean DataArray for like"):
         tcnn_probe.random_heads(selection().astype(int), 0)
 

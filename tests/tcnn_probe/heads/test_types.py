@@ -72,15 +72,13 @@ def test_types_by_parts_at_and_beside_every_limit() -> None:
 
 
 def around(*limits: float) -> list[float]:
-    """Return the floats just below and above each limit, and the limit: only they reveal a wrong comparison."""
-    return [
-        np.nextafter(limit, towards) for limit in limits for towards in (0, limit, 2)
-    ]
+    """Return the floats just below and above each limit, and the limit: only they reveal a wrong
+    comparison.
+    """
+    return [np.nextafter(limit, towards) for limit in limits for towards in (0, limit, 2)]
 
 
-def by_gate(
-    gate: float, spread: float, reach: float, limits: tuple[float, float]
-) -> str:
+def by_gate(gate: float, spread: float, reach: float, limits: tuple[float, float]) -> str:
     if not all(math.isfinite(number) for number in (gate, spread, reach)):
         return ""
     # NaN was excluded above, so "not greater" means "at most".

@@ -1,4 +1,6 @@
-"""Descriptions of calls of torch functions: a computation from the description gives torch's output."""
+"""Descriptions of calls of torch functions: a computation from the description gives torch's
+output.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,20 +90,17 @@ VISIBLE[:, 0] = True
         ({"scale": 0.3}, HEADS),
         ({"attn_mask": VISIBLE}, HEADS),
         ({"attn_mask": tensor(HEADS, QUERIES, KEYS, seed=4)}, HEADS),
-        # There are fewer queries than keys, so that the corner in which the causal triangle starts matters.
+        # There are fewer queries than keys, so that the corner in which the causal triangle starts
+        # matters.
         ({"is_causal": True}, HEADS),
         ({"enable_gqa": True}, 2),
     ],
     ids=["plain", "scale", "bool", "float", "causal", "grouped"],
 )
-def test_description_of_fused_attention(
-    options: dict[str, Any], key_heads: int
-) -> None:
+def test_description_of_fused_attention(options: dict[str, Any], key_heads: int) -> None:
     query = tensor(B, HEADS, QUERIES, SIZE, seed=1)
     key, value = (tensor(B, key_heads, KEYS, SIZE, seed=seed) for seed in (2, 3))
-    (attention,) = requests(
-        lambda: F.scaled_dot_product_attention(query, key, value, **options)
-    )
+    (attention,) = requests(lambda: F.scaled_dot_product_attention(query, key, value, **options))
     assert isinstance(attention, SeenAttention)
     torch.testing.assert_close(attention.output, by_formula(attention))
     assert bool(attention.not_on_grid) == ("is_causal" in options)
@@ -144,9 +143,7 @@ def test_description_of_multihead_attention(
 
 def test_attention_with_dropout_has_no_output_to_compare_with() -> None:
     x = tensor(B, HEADS, QUERIES, SIZE)
-    (attention,) = requests(
-        lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-    )
+    (attention,) = requests(lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
     assert isinstance(attention, SeenAttention)
     assert attention.output is None
 
@@ -166,13 +163,9 @@ SQUARE = tensor(B, QUERIES, QUERIES)
     ],
     ids=["method", "function", "functional", "other axis", "no images"],
 )
-def test_softmax_over_keys_is_described(
-    softmax: Callable[[], Tensor], is_attention: bool
-) -> None:
+def test_softmax_over_keys_is_described(softmax: Callable[[], Tensor], is_attention: bool) -> None:
     shown = requests(softmax)
-    assert [isinstance(entry, SeenAttention) for entry in shown] == [
-        True
-    ] * is_attention
+    assert [isinstance(entry, SeenAttention) for entry in shown] == [True] * is_attention
 
 
 WEIGHTS = tensor(B, QUERIES, KEYS)
@@ -199,9 +192,7 @@ def test_products_name_candidates_for_attention(
     weights = SeenOperand.of(WEIGHTS)
     values = SeenOperand.of(VALUES)
     candidates = [
-        weighed
-        for candidate, weighed in product.pairs
-        if weights.is_in(candidate, heads=False)
+        weighed for candidate, weighed in product.pairs if weights.is_in(candidate, heads=False)
     ]
     assert [weighed.place for weighed in candidates] == [values.place]
 
@@ -216,9 +207,7 @@ def test_product_that_does_not_sum_over_the_last_axis_weighs_nothing(
 
 
 def test_copies_and_joins() -> None:
-    scaled, joined = requests(
-        lambda: (WEIGHTS * 0.5, torch.cat([VALUES, VALUES[:, :2]], 1))
-    )
+    scaled, joined = requests(lambda: (WEIGHTS * 0.5, torch.cat([VALUES, VALUES[:, :2]], 1)))
     assert isinstance(scaled, SeenCopy)
     assert scaled.sources == [SeenOperand.of(WEIGHTS)]
     # Nothing holds the product any more, not even its description.
@@ -236,7 +225,9 @@ def test_operands_that_all_images_share() -> None:
 
 
 def test_the_last_answers_replace_the_output_for_all_observers() -> None:
-    """One mode serves both; each head belongs to the last edit that names it, whichever observer joined last."""
+    """One mode serves both; each head belongs to the last edit that names it, whichever observer
+    joined last.
+    """
     edits: list[list[HeadEdit]] = []
 
     def double(call: TorchCall, of_all: Sequence[HeadEdit]) -> Tensor:
@@ -303,6 +294,4 @@ def test_other_functions_are_not_described() -> None:
     assert describe(torch.exp, WEIGHTS.exp(), (WEIGHTS,), {}) is None
     assert not requests(lambda: WEIGHTS.exp())
     # Tensors on the meta device have no values, as in a trace of shapes.
-    assert not requests(
-        lambda: torch.empty(B, QUERIES, KEYS, device="meta").softmax(-1)
-    )
+    assert not requests(lambda: torch.empty(B, QUERIES, KEYS, device="meta").softmax(-1))

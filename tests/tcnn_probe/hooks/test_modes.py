@@ -1,4 +1,6 @@
-"""Modes that are entered and left in any order, and calls that are not on the user's own numbers."""
+"""Modes that are entered and left in any order, and calls that are not on the user's own
+numbers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +31,7 @@ class Function(TorchFunctionMode):
         super().__init__()
         self.count = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -147,6 +147,4 @@ def test_calls_under_transforms_are_recognised() -> None:
 def test_errors_name_the_layer() -> None:
     with pytest.raises(ZeroDivisionError) as caught, named_in_errors("blocks.0.attn"):
         _ = 1 / 0
-    assert caught.value.__notes__ == [
-        "while tcnn_probe measured the layer 'blocks.0.attn'"
-    ]
+    assert caught.value.__notes__ == ["while tcnn_probe measured the layer 'blocks.0.attn'"]

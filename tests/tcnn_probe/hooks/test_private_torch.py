@@ -1,4 +1,6 @@
-"""What each private name of torch does for this package: torch may move or change them in any release."""
+"""What each private name of torch does for this package: torch may move or change them in any
+release.
+"""
 
 import ast
 import copy
@@ -24,9 +26,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -38,9 +38,7 @@ class Operators(private.TorchDispatchMode):
         super().__init__()
         self.types: list[type] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.types.append(type(func))
         return func(*args, **(kwargs or {}))
 
@@ -189,7 +187,9 @@ def compiled_modules() -> None:
 
 
 def skipped_frames() -> None:
-    """A frame that is skipped with its callees leaves only the function that called it to be compiled."""
+    """A frame that is skipped with its callees leaves only the function that called it to be
+    compiled.
+    """
     compiled: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -255,7 +255,8 @@ CHECKS: dict[Callable[[], None], str] = {
     hooks_of_a_module: "hook_tables",
     hooks_of_all_modules: "forget_global_hook",
     compiled_modules: "COMPILED_MODULE COMPILED_CALL UNCOMPILED_FUNCTION",
-    skipped_frames: "set_code_exec_strategy _FrameAction _FrameExecStrategy set_eval_frame count_compiled_frames",
+    skipped_frames: "set_code_exec_strategy _FrameAction _FrameExecStrategy set_eval_frame "
+    "count_compiled_frames",
     eager_code: "eager_switch",
 }
 

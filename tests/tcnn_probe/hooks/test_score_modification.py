@@ -9,9 +9,7 @@ from torch import Tensor
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 IMAGES, HEADS, QUERIES, KEYS = 3, 2, 5, 7
-SCORES = torch.randn(
-    IMAGES, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(0)
-)
+SCORES = torch.randn(IMAGES, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(0))
 BIAS = torch.randn(QUERIES, KEYS, generator=torch.Generator().manual_seed(1))
 
 
@@ -22,9 +20,7 @@ def biased(
     return score + bias[query, key] + 10 * image + 100 * head
 
 
-def visible(
-    image: Tensor, head: Tensor, query: Tensor, key: Tensor, shift: Tensor
-) -> Tensor:
+def visible(image: Tensor, head: Tensor, query: Tensor, key: Tensor, shift: Tensor) -> Tensor:
     return (query + key + shift * image) % 3 != head
 
 
@@ -48,9 +44,7 @@ MODIFICATION = ScoreModification(
     ],
     ids=["whole", "rows of queries", "block"],
 )
-def test_logits_of_blocks_equal_those_of_entries(
-    rows: slice, queries: slice, keys: slice
-) -> None:
+def test_logits_of_blocks_equal_those_of_entries(rows: slice, queries: slice, keys: slice) -> None:
     block = MODIFICATION(SCORES[rows, :, queries, keys], rows, queries, keys)
     expected = torch.full_like(SCORES, -torch.inf)
     for place in itertools.product(*map(range, SCORES.shape)):

@@ -1,4 +1,6 @@
-"""Ablations of every mode on a chain of GPSA layers and on a ViT, and all state that an ablation could change."""
+"""Ablations of every mode on a chain of GPSA layers and on a ViT, and all state that an ablation
+could change.
+"""
 
 from typing import Any
 
@@ -103,9 +105,7 @@ class State:
     def __init__(self, model: nn.Module) -> None:
         self.trace = Trace(model)
         self.parameters = [(name, id(p)) for name, p in model.named_parameters()]
-        self.gradients = [
-            None if p.grad is None else p.grad.clone() for p in model.parameters()
-        ]
+        self.gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         # An ablation must not draw random numbers from the user's generator.
         self.random = torch.random.get_rng_state()
 

@@ -1,4 +1,6 @@
-"""Small models of every kind of softmax attention, with peaked attention, and the inputs of their layers."""
+"""Small models of every kind of softmax attention, with peaked attention, and the inputs of their
+layers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,14 +61,17 @@ class Torch(nn.Module):
 
 
 def sharp(model: nn.Module) -> nn.Module:
-    """Set weights for attention that differs between heads, biases that are not zero, and branches with an effect."""
+    """Set weights for attention that differs between heads, biases that are not zero, and branches
+    with an effect.
+    """
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gamma", "gamma_1", "gamma_2")):
                 parameter.uniform_(0.5, 1)
             elif parameter.ndim > 1 and not name.startswith(("stem", "patch_embed")):
-                # Divided by the root of the number of inputs, weights keep activations of order one through all blocks.
+                # Divided by the root of the number of inputs, weights keep activations of order one
+                # through all blocks.
                 parameter.normal_(std=1.5 * max(1, parameter[0].numel()) ** -0.5)
             else:
                 parameter.add_(0.3 * torch.randn_like(parameter))
@@ -128,14 +133,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
 
 
 def wide(model: nn.Module) -> nn.Module:
-    """Convert a model to float64, with ConViT's offsets, which older versions of timm compute in float32."""
+    """Convert a model to float64, with ConViT's offsets, which older versions of timm compute in
+    float32.
+    """
     for layer in model.double().modules():
         if isinstance(layer, GPSA):
             layer.rel_indices = None
             offsets = layer.get_rel_indices
-            layer.get_rel_indices = lambda count, offsets=offsets: offsets(
-                count
-            ).double()
+            layer.get_rel_indices = lambda count, offsets=offsets: offsets(count).double()
     return model
 
 
@@ -147,9 +152,7 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def input_and_output(
-    model: nn.Module, layer: nn.Module, x: Tensor
-) -> tuple[Tensor, Tensor]:
+def input_and_output(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input and the output of a layer in a forward of its model."""
     tensors: list[Tensor] = []
     with layer.register_forward_hook(

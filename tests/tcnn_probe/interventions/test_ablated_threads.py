@@ -1,4 +1,6 @@
-"""Ablated models in several threads: outputs are the same as in one thread, and every model is restored."""
+"""Ablated models in several threads: outputs are the same as in one thread, and every model is
+restored.
+"""
 
 import os
 import sys
@@ -51,9 +53,7 @@ def ablated(model: Both, *, terms: bool = True) -> ExitStack:
     if terms:
         stack.enter_context(tcnn_probe.ablate(model, {"softmax": 1}, "mean", images=X))
         stack.enter_context(
-            tcnn_probe.ablate(
-                model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1)
-            )
+            tcnn_probe.ablate(model, {"gated": 6, "softmax": 2}, "replaced", source=Both(1))
         )
     return stack
 
@@ -147,15 +147,15 @@ def test_a_thread_in_the_middle_of_a_forward_when_an_ablation_ends(
         assert torch.equal(model(X), plain)
         ended.set()
         thread.join()
-        assert all(
-            map(torch.equal, outputs, [expected, plain] if error is None else [plain])
-        )
+        assert all(map(torch.equal, outputs, [expected, plain] if error is None else [plain]))
         assert torch.equal(model(X), plain)
     assert before == Trace(model)
 
 
 def test_hooks_of_an_ended_thread_are_removed_at_the_next_call() -> None:
-    """The forward runs when the ablation ends, and then ends by an exception for which torch calls no hook."""
+    """The forward runs when the ablation ends, and then ends by an exception for which torch calls
+    no hook.
+    """
     model = Both()
     inside = threading.Event()
     ended = threading.Event()
@@ -197,7 +197,9 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 @pytest.mark.study
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models run in three threads, for 50 forwards, or as many as TCNN_PROBE_FORWARDS says."""
+    """Three models run in three threads, for 50 forwards, or as many as TCNN_PROBE_FORWARDS
+    says.
+    """
     forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
     sys.setswitchinterval(1e-4)  # threads switch often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]

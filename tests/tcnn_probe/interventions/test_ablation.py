@@ -1,4 +1,6 @@
-"""An ablation leaves nothing behind in the model or in copies of it, and raises an error if it had no effect."""
+"""An ablation leaves nothing behind in the model or in copies of it, and raises an error if it had
+no effect.
+"""
 
 import copy
 import io
@@ -38,7 +40,9 @@ class Stop(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.parametrize("case", CASES)
 def test_ablation_leaves_no_trace(case: str) -> None:
-    """This holds also after exceptions in a forward or in the body; while it acts, there are only its hooks."""
+    """This holds also after exceptions in a forward or in the body; while it acts, there are only
+    its hooks.
+    """
     make, make_images, options = CASES[case]
     model = make()
     x = make_images()
@@ -50,12 +54,8 @@ def test_ablation_leaves_no_trace(case: str) -> None:
         expected = model(x)
         # An ablation without effect would also leave no trace.
         assert not torch.allclose(expected, plain, atol=1e-4)
-        assert [id(p) for p in model.parameters()] == [
-            key for _, key in before.parameters
-        ]
-        torch.testing.assert_close(
-            dict(model.state_dict()), before.trace.state, rtol=0, atol=0
-        )
+        assert [id(p) for p in model.parameters()] == [key for _, key in before.parameters]
+        torch.testing.assert_close(dict(model.state_dict()), before.trace.state, rtol=0, atol=0)
         for error in (ZeroDivisionError("mine"), KeyboardInterrupt()):
             stop.error = error
             with pytest.raises(type(error)):
@@ -151,9 +151,7 @@ def test_an_ablation_without_effect_is_an_error() -> None:
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
     with (
-        pytest.raises(
-            RuntimeError, match="the model ran, and 'unused' was not ablated"
-        ),
+        pytest.raises(RuntimeError, match="the model ran, and 'unused' was not ablated"),
         tcnn_probe.ablate(model, ["near", "unused"]),
     ):
         model(x)
@@ -173,9 +171,7 @@ def test_an_ablation_without_effect_is_an_error() -> None:
     assert ablation.mode == "mean"
     blocks = vit()
     with (
-        pytest.raises(
-            RuntimeError, match=r"'patch_embed' ran and computed no attention"
-        ),
+        pytest.raises(RuntimeError, match=r"'patch_embed' ran and computed no attention"),
         tcnn_probe.ablate(blocks, "patch_embed"),
     ):
         blocks(vit_images())
@@ -183,14 +179,14 @@ def test_an_ablation_without_effect_is_an_error() -> None:
 
 @torch.no_grad()
 def test_ablation_without_a_with_statement() -> None:
-    """An ablation acts from the call until it is removed; a ``with`` statement ends it, and may start it again."""
+    """An ablation acts from the call until it is removed; a ``with`` statement ends it, and may
+    start it again.
+    """
     model = Chain()
     x = chain_images()
     plain = model(x)
     before = State(model)
-    ablation = tcnn_probe.ablate(
-        model, {"near": [1, 3]}, "mean", images=chain_images(5)
-    )
+    ablation = tcnn_probe.ablate(model, {"near": [1, 3]}, "mean", images=chain_images(5))
     ablated = model(x)
     # An ablation without effect would pass the assertions below.
     assert not torch.allclose(ablated, plain, atol=1e-4)

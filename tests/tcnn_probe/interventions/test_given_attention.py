@@ -1,4 +1,6 @@
-"""Attention taken from other images: its results by hand in float64, and what it must leave unchanged."""
+"""Attention taken from other images: its results by hand in float64, and what it must leave
+unchanged.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -34,9 +36,7 @@ class LayerCall:
     """Arguments and output of a layer in a forward of its model."""
 
     def __init__(self, model: nn.Module, layer: nn.Module, x: Tensor) -> None:
-        def keep(
-            module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
-        ) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
             self.args = args
             self.kwargs = kwargs
             self.output = output[0] if isinstance(output, tuple) else output
@@ -46,7 +46,9 @@ class LayerCall:
 
 
 def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
-    """Replace the attention of HEADS, axis -3 of attention (images, ...), by that of the sources."""
+    """Replace the attention of HEADS, axis -3 of attention (images, ...), by that of the
+    sources.
+    """
     exchanged = attention.clone()
     for image in range(len(attention)):
         source = sources.mean(0) if mode == "static" else sources[image % len(sources)]
@@ -55,7 +57,9 @@ def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
 
 
 def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Return attention (rows, heads, N, N) and values (rows, heads, N, d) of a layer of ViT, Swin, BEiT or torch."""
+    """Return attention (rows, heads, N, N) and values (rows, heads, N, d) of a layer of ViT, Swin,
+    BEiT or torch.
+    """
     tokens = call.args[0]
     heads = layer.num_heads
     if isinstance(layer, nn.MultiheadAttention):
@@ -63,18 +67,14 @@ def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
     else:
         beit = getattr(layer, "q_bias", None) is not None
         # BEiT's keys have no bias.
-        bias = (
-            torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias])
-            if beit
-            else layer.qkv.bias
-        )
+        bias = torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias]) if beit else layer.qkv.bias
         qkv = tokens @ layer.qkv.weight.T + bias
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     logits = q @ k.mT / q.shape[-1] ** 0.5
     if (table := getattr(layer, "relative_position_bias_table", None)) is not None:
-        logits = logits + table[
-            layer.relative_position_index.view(*logits.shape[-2:])
-        ].permute(2, 0, 1)
+        logits = logits + table[layer.relative_position_index.view(*logits.shape[-2:])].permute(
+            2, 0, 1
+        )
     if (
         isinstance(layer, WindowAttention)
         and (mask := (*call.args[1:], call.kwargs.get("mask"))[0]) is not None
@@ -90,7 +90,9 @@ def close(
     projection: nn.Module,
     windows: int = 1,
 ) -> None:
-    """Assert that a layer's output is projection(weights @ values), up to the rounding of that sum."""
+    """Assert that a layer's output is projection(weights @ values), up to the rounding of that
+    sum.
+    """
     weight = projection.weight.flatten(1)
     bias = projection.bias
     gathered = (weights @ values).transpose(1, 2).flatten(2)
@@ -109,12 +111,15 @@ def close(
     indirect=["fused"],
 )
 def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Each window gets the attention of its own reference, with bias and mask, in batches of any size."""
+    """Each window gets the attention of its own reference, with bias and mask, in batches of any
+    size.
+    """
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
     x = torch.randn(4, *shape).double()
-    # There are three references for four images, so that the fourth image gets the attention of the first reference.
+    # There are three references for four images, so that the fourth image gets the attention of the
+    # first reference.
     references = torch.randn(REFERENCE_IMAGES, *shape).double()
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     attention, values = of_softmax(layer, LayerCall(model, layer, x))
@@ -136,7 +141,9 @@ def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 def test_gated_attention_by_hand(mode: Any) -> None:
-    """The whole attention of Eq. (7) is exchanged; gates and positions are the same for all images."""
+    """The whole attention of Eq. (7) is exchanged; gates and positions are the same for all
+    images.
+    """
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
     nn.init.normal_(layer.value)
@@ -150,8 +157,7 @@ def test_gated_attention_by_hand(mode: Any) -> None:
         "padding": layer.padding,
     }
     attention, reference_attention = (
-        gpsa_attention_reference(images, **options, **places)
-        for images in (x, references)
+        gpsa_attention_reference(images, **options, **places) for images in (x, references)
     )  # type: ignore[arg-type]
     weights = exchange_heads(attention, reference_attention, mode)
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
@@ -161,9 +167,7 @@ def test_gated_attention_by_hand(mode: Any) -> None:
     with tcnn_probe.ablate(
         layer, {"": HEADS}, mode, images=[references[:1], references[1:]], seed=None
     ):
-        close(
-            layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps
-        )
+        close(layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps)
 
 
 @pytest.mark.study(but=["vit-True", "cait-True", "pool-True", "swin-False"])
@@ -176,7 +180,9 @@ def test_gated_attention_by_hand(mode: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.filterwarnings("ignore:no head is selected")
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
-    """Attention is shuffled by the identity, or static over one image; a recorder sees attention before the edit."""
+    """Attention is shuffled by the identity, or static over one image; a recorder sees attention
+    before the edit.
+    """
     make, shape, layer, _ = MODELS[name]
     model = wide(make())
     x = torch.randn(3, *shape).double()
@@ -184,12 +190,11 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     recordings = []
     for heads in ({}, None):
         with (
-            tcnn_probe.ablate(
-                model, heads, "shuffled", images=[x[:2], x[2:]], seed=None
-            ),
+            tcnn_probe.ablate(model, heads, "shuffled", images=[x[:2], x[2:]], seed=None),
             tcnn_probe.record(model) as recorder,
         ):
-            # In float64, attention that was rebuilt weighs the values in another order of operations.
+            # In float64, attention that was rebuilt weighs the values in another order of
+            # operations.
             torch.testing.assert_close(
                 model(x), plain, rtol=0, atol=1e-11 * float(plain.abs().max())
             )
@@ -217,9 +222,7 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
             qkv: Any = module.qkv
             # Queries are zero, whether they have a bias of their own or not.
             nn.init.zeros_(qkv.weight[: len(qkv.weight) // 3])
-            nn.init.zeros_(
-                module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3]
-            )  # type: ignore[arg-type]
+            nn.init.zeros_(module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3])  # type: ignore[arg-type]
     return model, torch.randn(3, *shape), torch.randn(5, *shape)
 
 
@@ -242,21 +245,19 @@ def test_positional_attention_is_not_changed(name: str, mode: Any) -> None:
 def test_given_attention_respects_the_gates_of_other_ablations(
     name: str, accelerated: bool
 ) -> None:
-    """A gate of 1 leaves no content to be exchanged; a gate of 0 leaves only the reference's content."""
+    """A gate of 1 leaves no content to be exchanged; a gate of 0 leaves only the reference's
+    content.
+    """
     make, shape, path, _ = MODELS["convit"]
     model, x = (
-        (Chain().double(), chain_images().double())
-        if name == "gpsa"
-        else (wide(make()), None)
+        (Chain().double(), chain_images().double()) if name == "gpsa" else (wide(make()), None)
     )
     x = torch.randn(3, *shape).double() if x is None else x
     handle = tcnn_model.accelerate(model) if accelerated and name == "convit" else None
     heads = {path if name == "convit" else "near": [0, 2]}
     twin = copy.deepcopy(model)
     gating = next(
-        p
-        for n, p in twin.named_parameters()
-        if n in (f"{path}.gating_param", "near.gating")
+        p for n, p in twin.named_parameters() if n in (f"{path}.gating_param", "near.gating")
     )
     for mode, forced in (("positional", torch.inf), ("content", -torch.inf)):
         gating[[0, 2]] = forced
@@ -283,9 +284,7 @@ def test_shuffling_is_a_random_cycle_through_the_references() -> None:
             reference.add(
                 0,
                 [0, 2],
-                torch.tensor(batch)
-                .repeat_interleave(2)[:, None, None, None]
-                .expand(-1, 3, 5, 7),
+                torch.tensor(batch).repeat_interleave(2)[:, None, None, None].expand(-1, 3, 5, 7),
                 "",
             )
         reference.finish(None)
@@ -302,7 +301,9 @@ def test_shuffling_is_a_random_cycle_through_the_references() -> None:
 
 
 def test_gradients_flow_through_the_values_only() -> None:
-    """The reference attention is a constant, so that queries and keys of exchanged heads get no gradients."""
+    """The reference attention is a constant, so that queries and keys of exchanged heads get no
+    gradients.
+    """
     model = vit().double()
     x = vit_images(4).double()
     references = vit_images(REFERENCE_IMAGES, seed=1).double()
@@ -320,9 +321,7 @@ def test_gradients_flow_through_the_values_only() -> None:
     expected = [tokens.grad, layer.qkv.weight.grad]
     model.zero_grad()
     tokens.grad = None
-    with tcnn_probe.ablate(
-        model, {"blocks.1.attn": HEADS}, "static", images=references
-    ):
+    with tcnn_probe.ablate(model, {"blocks.1.attn": HEADS}, "static", images=references):
         layer(tokens).pow(2).sum().backward()
     torch.testing.assert_close([tokens.grad, layer.qkv.weight.grad], expected)
     # Rows are ordered by queries, keys and values, then by heads, then by channels.
@@ -390,9 +389,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="an integer from 0 for seed"):
         tcnn_probe.ablate(model, mode="shuffled", images=x, seed=0.5)  # type: ignore[arg-type]
     with tcnn_probe.ablate(model, mode="shuffled", images=x):
-        with pytest.raises(
-            ValueError, match=r"size of images=, \(2, 7, 11\); got \(2, 11, 7\)"
-        ):
+        with pytest.raises(ValueError, match=r"size of images=, \(2, 7, 11\); got \(2, 11, 7\)"):
             model(x.mT)
         with pytest.raises(
             ValueError,
@@ -403,16 +400,16 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_warns_if_an_image_gets_its_own_attention() -> None:
-    """Warn once per ablation, but not for new images, nor if the references' own order is requested."""
+    """Warn once per ablation, but not for new images, nor if the references' own order is
+    requested.
+    """
     model = vit()
     references = torch.randn(5, 2, 20, 28)
     new_images = torch.randn(3, 2, 20, 28)
     with torch.no_grad():
         with tcnn_probe.ablate(model, mode="static", images=references):
             model(new_images)
-            with pytest.warns(
-                RuntimeWarning, match="1 of 4 images .* are among images="
-            ):
+            with pytest.warns(RuntimeWarning, match="1 of 4 images .* are among images="):
                 # The last reference comes with three new images.
                 model(torch.cat([new_images, references[4:]]))
             model(references)

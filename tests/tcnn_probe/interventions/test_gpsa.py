@@ -48,8 +48,7 @@ def by_hand(
             # Each head is a tap of the 2 x 3 kernel.
             weight[:, :, head // 3, head % 3] = 0
     parameters = {
-        name: getattr(wide, name).detach()
-        for name in ("query", "key", "value", "center", "gating")
+        name: getattr(wide, name).detach() for name in ("query", "key", "value", "center", "gating")
     }
     parameters["locality_strength"] = wide.locality_strength.detach()
     parameters |= changed
@@ -94,11 +93,11 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
-@pytest.mark.parametrize(
-    ("mode", "gate"), [("positional", math.inf), ("content", -math.inf)]
-)
+@pytest.mark.parametrize(("mode", "gate"), [("positional", math.inf), ("content", -math.inf)])
 def test_forced_gates_equal_the_equations(mode: str, gate: float, backend: str) -> None:
-    """Forced heads equal the computation by hand; if all heads are forced, nothing is left of the other part."""
+    """Forced heads equal the computation by hand; if all heads are forced, nothing is left of the
+    other part.
+    """
     model = layer(backend=backend)
     x = images()
     gating = model.gating.detach().double()
@@ -138,9 +137,7 @@ def test_all_gates_at_one_restore_the_convnet() -> None:
     }
     cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
     # The stride is that of the convnet, which is the oracle.
-    model = reparameterize(
-        cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
-    )
+    model = reparameterize(cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103))
     for gpsa in gpsa_layers(model).values():
         nn.init.normal_(gpsa.gating, std=2)
         # Content attention is not uniform, so that it would show.
@@ -163,9 +160,7 @@ def test_zeroed_and_averaged_heads() -> None:
         with tcnn_probe.ablate(model, {"": heads}):
             close(
                 model(x),
-                by_hand(
-                    model, x, heads=[head for head in range(6) if head not in heads]
-                ),
+                by_hand(model, x, heads=[head for head in range(6) if head not in heads]),
             )
     with tcnn_probe.ablate(model, {"": [1, 3]}, "mean"):
         output = model(x)
@@ -182,15 +177,15 @@ def test_zeroed_and_averaged_heads() -> None:
 
 @torch.no_grad()
 def test_mean_over_images() -> None:
-    """The mean is over any number of batches, each read once, and of heads as outer ablations leave them."""
+    """The mean is over any number of batches, each read once, and of heads as outer ablations leave
+    them.
+    """
     model = nn.Sequential(layer())
     x = images()
     references = images(5, seed=1)
     gpsa = model[0]
     calls = []
-    handle = model.register_forward_hook(
-        lambda module, args, output: calls.append(len(args[0]))
-    )
+    handle = model.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     ablation = tcnn_probe.ablate(
         model,
         {"0": [1, 3]},
@@ -206,9 +201,7 @@ def test_mean_over_images() -> None:
     # The two batches of references run once, and then the model's own forwards.
     assert calls == [2, 3, 3, 1, 3, 1]
     gating = torch.full((6,), math.inf, dtype=torch.float64)
-    mean = by_hand(gpsa, references, heads=[1], bias=False, gating=gating).mean(
-        1, keepdim=True
-    )
+    mean = by_hand(gpsa, references, heads=[1], bias=False, gating=gating).mean(1, keepdim=True)
     with (
         tcnn_probe.ablate(model, "0", "positional"),
         tcnn_probe.ablate(model, {"0": [0, 1]}, "mean", images=references),
@@ -224,9 +217,7 @@ def test_heads_replaced_by_those_of_another_layer() -> None:
     source = copy.deepcopy(model)
     for parameter in source.parameters():
         nn.init.normal_(parameter)
-    with tcnn_probe.ablate(
-        model, {"0": slice(1, 3)}, "replaced", source=source
-    ) as ablation:
+    with tcnn_probe.ablate(model, {"0": slice(1, 3)}, "replaced", source=source) as ablation:
         output = model(x)
     terms = by_hand(source[0], x, heads=[1, 2], bias=False)
     close(output, (by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms).clamp_min(0))
@@ -235,16 +226,16 @@ def test_heads_replaced_by_those_of_another_layer() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_heads_replaced_by_themselves_change_nothing(same: bool) -> None:
-    """The layer's heads keep their own gates, so that nothing changes under forced gates, either."""
+    """The layer's heads keep their own gates, so that nothing changes under forced gates,
+    either.
+    """
     model = Chain()
     x = torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
     with torch.no_grad():
         expected = model(x)
         with (
-            tcnn_probe.ablate(
-                model, {"near": [1, 5], "far": [7]}, "replaced", source=source
-            ),
+            tcnn_probe.ablate(model, {"near": [1, 5], "far": [7]}, "replaced", source=source),
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
@@ -258,7 +249,9 @@ def test_heads_replaced_by_themselves_change_nothing(same: bool) -> None:
 
 
 def test_gradients_are_those_of_the_ablated_model() -> None:
-    """Gradients of the input and of every parameter equal those with zeroed taps and fixed gates, in float64."""
+    """Gradients of the input and of every parameter equal those with zeroed taps and fixed gates,
+    in float64.
+    """
     model = layer(dtype=torch.float64)
     x = images().double().requires_grad_()
     with (
@@ -296,9 +289,7 @@ class OwnForward(GPSA):
 
 @pytest.mark.parametrize("mode", ["zero", "positional"])
 def test_a_subclass_with_a_forward_of_its_own_is_ablated(mode: Any) -> None:
-    layer, own = (
-        scatter(kind(3, 4, 3, padding=1)).eval() for kind in (GPSA, OwnForward)
-    )
+    layer, own = (scatter(kind(3, 4, 3, padding=1)).eval() for kind in (GPSA, OwnForward))
     own.load_state_dict(layer.state_dict())
     x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     outputs = []

@@ -1,4 +1,6 @@
-"""Costs of single heads: to first order against derivatives, and exact ones against one ablation after the other."""
+"""Costs of single heads: to first order against derivatives, and exact ones against one ablation
+after the other.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,7 @@ def total(output: Any, target: Any) -> Tensor:
 @pytest.mark.study(but=["True-patches"])
 @pytest.mark.parametrize("queries", ["patches", None])
 @pytest.mark.parametrize("fused", [True, False], indirect=True)
-def test_first_order_is_exact_where_the_model_is_linear(
-    fused: bool, queries: Any
-) -> None:
+def test_first_order_is_exact_where_the_model_is_linear(fused: bool, queries: Any) -> None:
     model = OfHeads().double().eval()
     x, references = (
         torch.randn(5, 3, 24, 40).double(),
@@ -68,10 +68,9 @@ def test_first_order_is_exact_where_the_model_is_linear(
     size = float(total(model(x), None).detach().abs().max())
     assert abs(costs[0] - costs[1]).max() < ROUNDINGS * size
     assert (abs(costs[1]).max(("head", "image")) > 1e-3).all()
-    # Every cost is the norm of a change; that of one image has a standard error of 1 / sqrt(2 * 100).
-    estimate = tcnn_probe.head_importance(
-        model, x, modes=MODES, directions=100, **options
-    )
+    # Every cost is the norm of a change; that of one image has a standard error of 1 / sqrt(2 *
+    # 100).
+    estimate = tcnn_probe.head_importance(model, x, modes=MODES, directions=100, **options)
     exact = tcnn_probe.head_costs(model, x, modes=MODES, **options)
     np.testing.assert_allclose(estimate, exact, rtol=5 / 200**0.5, atol=1e-9)
 
@@ -145,12 +144,8 @@ def test_costs_are_those_of_single_ablations(name: str) -> None:
     images, references = x[:2], x[2:]
     state = State(model)
     modes: Any = ["static", "salient"]
-    costs = tcnn_probe.head_costs(
-        model, images, total, modes=modes, reference=references
-    )
-    estimates = tcnn_probe.head_importance(
-        model, images, total, modes=modes, reference=references
-    )
+    costs = tcnn_probe.head_costs(model, images, total, modes=modes, reference=references)
+    estimates = tcnn_probe.head_importance(model, images, total, modes=modes, reference=references)
     state.check(model)
     assert costs.dims == ("mode", "layer", "head", "image")
     assert (costs.isnull() == estimates.isnull()).all()
@@ -162,9 +157,7 @@ def test_costs_are_those_of_single_ablations(name: str) -> None:
             if cost.isnull().all():
                 assert "token_only" in layer
                 continue
-            with tcnn_probe.ablate(
-                model, {layer: 1}, mode, images=references, queries="patches"
-            ):
+            with tcnn_probe.ablate(model, {layer: 1}, mode, images=references, queries="patches"):
                 change = total(model(images), None) - plain
             # Images run in the same batch, so that only sums of later layers may differ in order.
             tolerance = 1e-6 * max(1, float(plain.abs().max()))
@@ -176,9 +169,10 @@ def test_what_comes_before_a_layer_runs_once() -> None:
     x, ran = vit_images(3), []
     with torch.no_grad():
         forward = SharedForward(model, x)
-        assert forward.in_order(
-            {"b": model.blocks[1].attn, "a": model.blocks[0].attn}
-        ) == ["a", "b"]
+        assert forward.in_order({"b": model.blocks[1].attn, "a": model.blocks[0].attn}) == [
+            "a",
+            "b",
+        ]
         handle = model.blocks[0].mlp.register_forward_hook(lambda *_: ran.append(0))
         with forward.until(model.blocks[1].attn):
             ran.clear()
@@ -230,9 +224,7 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
     ],
     ids=lambda other: ", ".join(other),
 )
-def test_results_of_other_arguments_are_not_taken_up(
-    other: dict[str, Any], tmp_path: Path
-) -> None:
+def test_results_of_other_arguments_are_not_taken_up(other: dict[str, Any], tmp_path: Path) -> None:
     model, x, path = vit(), vit_images(4), tmp_path / "costs.npz"
     options: dict[str, Any] = {"metric": torch.tensor([1, 0, 2, 1]), "batch_size": 3}
     options |= {"modes": ["static", "shuffled"], "reference": vit_images(3)}
@@ -253,9 +245,7 @@ def test_forms_of_images_and_targets() -> None:
         for images, measure in ((x, classes), (pairs, loss), (iter(pairs), loss))
     ]
     with torch.inference_mode():
-        costs.append(
-            tcnn_probe.head_importance(model, x.clone(), classes, modes=["static"])
-        )
+        costs.append(tcnn_probe.head_importance(model, x.clone(), classes, modes=["static"]))
     for cost in costs[1:]:
         np.testing.assert_allclose(cost, costs[0], rtol=1e-4, atol=1e-7)
     with pytest.raises(ValueError, match="a class for each image, got 3 classes"):

@@ -43,7 +43,9 @@ def mean_attention(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def offsets_of_grid(tokens: int, grid: tuple[int, int]) -> list[list[Any]]:
-    """The offset of each pair from its definition; a class or register token is itself an offset."""
+    """The offset of each pair from its definition; a class or register token is itself an
+    offset.
+    """
     cells = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
     return [[*range(tokens), *((v - y, u - x) for v, u in cells)] for y, x in cells]
 
@@ -85,7 +87,8 @@ def test_heads_that_are_convolutions_are_kept_exactly() -> None:
     kernels = tcnn_probe.head_kernels(tcnn, x)
     convolved = tcnn_model.convolve(tcnn, kernels, mass=1)
     torch.testing.assert_close(convolved(x), tcnn(x), rtol=1e-6, atol=1e-6)
-    # With zero queries and keys, Swin attends by its relative position bias, within regions of shifted windows.
+    # With zero queries and keys, Swin attends by its relative position bias, within regions of
+    # shifted windows.
     swin = timm.create_model(
         "swin_tiny_patch4_window7_224",
         img_size=(24, 40),
@@ -135,9 +138,9 @@ def test_only_chosen_heads_have_kernels() -> None:
     whole = tcnn_probe.head_kernels(model, x)
     chosen = tcnn_probe.head_kernels(model, x, {"blocks.1.attn": [2]})
     assert chosen.layer.values.tolist() == ["blocks.1.attn"]
-    assert chosen.offset_kernel.notnull().all(
-        ("offset_y", "offset_x")
-    ).values.tolist() == [[False, False, True]]
+    assert chosen.offset_kernel.notnull().all(("offset_y", "offset_x")).values.tolist() == [
+        [False, False, True]
+    ]
     place = {"layer": "blocks.1.attn", "head": 2}
     xr.testing.assert_allclose(chosen.sel(place), whole.sel(place), atol=1e-7)
     with pytest.raises(ValueError, match="no layer of this model can do"):
@@ -171,9 +174,7 @@ def test_convolved_heads_stand_in_a_recording_as_convolutions(
         xr.testing.assert_allclose(before[name].sel(other), after[name].sel(other))
     # In the first layer the inputs are the same, so that T is that of the attention before.
     offset = after.offset_information.sel(convolved)
-    xr.testing.assert_allclose(
-        offset, before.offset_information.sel(convolved), atol=0.02
-    )
+    xr.testing.assert_allclose(offset, before.offset_information.sel(convolved), atol=0.02)
     for ds in (after, small):
         xr.testing.assert_allclose(
             ds.selectivity.sel(convolved),

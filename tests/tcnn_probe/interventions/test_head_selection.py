@@ -1,4 +1,6 @@
-"""Selections of heads and what they mean, and selections that are refused before anything is changed."""
+"""Selections of heads and what they mean, and selections that are refused before anything is
+changed.
+"""
 
 from typing import Any
 
@@ -42,9 +44,7 @@ FAR = tuple(range(25))
     ],
 )
 @pytest.mark.filterwarnings("ignore:no head is selected")
-def test_heads_by_name_and_index(
-    heads: Any, expected: dict[str, tuple[int, ...]]
-) -> None:
+def test_heads_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> None:
     model = Chain()
     assert tcnn_probe.ablate(model, heads).heads == expected
 
@@ -168,15 +168,13 @@ def test_all_layers_of_a_timm_model() -> None:
 
 
 class Own(nn.Module):
-    """Attention with 2 heads, for which neither its name nor its attributes show that it attends."""
+    """Attention with 2 heads, for which neither its name nor its attributes show that it
+    attends.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = x.unflatten(-1, (2, 3)).transpose(1, 2)
-        return (
-            nn.functional.scaled_dot_product_attention(q, q, q)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
 
 class Around(Own):
@@ -206,9 +204,7 @@ class Channels(nn.Module):
 def test_a_layer_that_is_not_recognised_has_to_be_named() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Own())
     x = torch.randn(2, 5, 6)
-    with pytest.raises(
-        ValueError, match="Other layers are selected by their own names"
-    ):
+    with pytest.raises(ValueError, match="Other layers are selected by their own names"):
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})
@@ -237,9 +233,7 @@ def test_edits_apply_to_the_attention_of_the_named_layer_itself() -> None:
     for layer in (Around(False), Channels()):
         model = nn.Sequential(layer)
         with (
-            pytest.raises(
-                RuntimeError, match="'0' ran and computed no attention between tokens"
-            ),
+            pytest.raises(RuntimeError, match="'0' ran and computed no attention between tokens"),
             tcnn_probe.ablate(model, "0"),
         ):
             model(x)
@@ -264,10 +258,10 @@ def test_layers_that_cannot_be_ablated_are_refused() -> None:
 
 
 MASK = mask(near=[1])
-NO_MASK = (
-    "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
+NO_MASK = "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
+NO_INDEX = (
+    r"expected an integer from 0 for heads of 'near' \(an index, indices or a slice\), got {}"
 )
-NO_INDEX = r"expected an integer from 0 for heads of 'near' \(an index, indices or a slice\), got {}"
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"heads": "fra"},

@@ -1,4 +1,6 @@
-"""Rungs of the ladder on layers with a grid, against dense attention in float64 that is written out slowly."""
+"""Rungs of the ladder on layers with a grid, against dense attention in float64 that is written out
+slowly.
+"""
 
 from typing import Any
 
@@ -30,9 +32,9 @@ MODES: dict[str, dict[str, Any]] = {
     "local": {"radius": 1},
     "distant": {"radius": 1.5},
 }
-# Convolutions are fitted until the cross entropy decreases by less than 1e-13 nat, and an attention that is so near to
-# another one in nat differs from it by at most the root of twice that (Pinsker's inequality); keys of salient attention
-# receive what they should to a similar share.
+# Convolutions are fitted until the cross entropy decreases by less than 1e-13 nat, and an attention
+# that is so near to another one in nat differs from it by at most the root of twice that (Pinsker's
+# inequality); keys of salient attention receive what they should to a similar share.
 FITTED = 1e-6
 
 
@@ -84,9 +86,7 @@ def rung(
     return new
 
 
-def slow_convolution(
-    mean: Tensor, queries: np.ndarray, keys: np.ndarray, seen: Tensor
-) -> Tensor:
+def slow_convolution(mean: Tensor, queries: np.ndarray, keys: np.ndarray, seen: Tensor) -> Tensor:
     """Return the nearest convolution, by thousands of rounds over a table of all offsets."""
     offsets: dict[Any, int] = {}
     index = np.empty((len(queries), len(keys)), dtype=int)
@@ -148,7 +148,9 @@ def check(actual: Tensor, expected: Tensor, size: Tensor, mode: str) -> None:
     indirect=["fused"],
 )
 def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Windows are shifted and masked in Swin; class tokens as queries keep their attention in ViT and BEiT."""
+    """Windows are shifted and masked in Swin; class tokens as queries keep their attention in ViT
+    and BEiT.
+    """
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer: Any = model.get_submodule(path)

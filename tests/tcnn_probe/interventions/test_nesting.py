@@ -18,9 +18,7 @@ from tests.tcnn_probe.networks import Chain, scatter
 def test_hooks_of_the_user_see_the_ablated_output() -> None:
     model = Chain()
     outputs = []
-    model.near.register_forward_hook(
-        lambda module, args, output: outputs.append(output)
-    )
+    model.near.register_forward_hook(lambda module, args, output: outputs.append(output))
     with tcnn_probe.ablate(model, "near"):
         model(chain_images())
     assert torch.equal(outputs[0], model.near.bias[:, None, None].expand_as(outputs[0]))  # type: ignore[index]
@@ -28,7 +26,9 @@ def test_hooks_of_the_user_see_the_ablated_output() -> None:
 
 @torch.no_grad()
 def test_nested_ablations() -> None:
-    """The last ablation decides a head's output, independently of gates; ablations may end in any order."""
+    """The last ablation decides a head's output, independently of gates; ablations may end in any
+    order.
+    """
     model = Chain()
     x = chain_images()
     before = State(model)
@@ -56,13 +56,11 @@ def test_nested_ablations() -> None:
     torch.testing.assert_close(output(zero, replacement, mean), output(mean))
     torch.testing.assert_close(output(mean, gates, replacement, zero), output(zero))
     second = ended({"near": 1})
-    torch.testing.assert_close(
-        output(replacement, second), output(replaced({"near": 0}), second)
-    )
+    torch.testing.assert_close(output(replacement, second), output(replaced({"near": 0}), second))
     gated = output(gates)
     content = ended("near", "content")
-    # By hand, all heads attend by content but head 1, whose ablation came last. In float32, sigmoid(40) is 1, and
-    # sigmoid(-40) = 4e-18 is negligible.
+    # By hand, all heads attend by content but head 1, whose ablation came last. In float32,
+    # sigmoid(40) is 1, and sigmoid(-40) = 4e-18 is negligible.
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
     model.near.load_state_dict(Chain().near.state_dict())
@@ -76,11 +74,11 @@ def test_nested_ablations() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "inside", [True, False], ids=["recorded inside", "ablated inside"]
-)
+@pytest.mark.parametrize("inside", [True, False], ids=["recorded inside", "ablated inside"])
 def test_ablated_models_are_recorded(inside: bool) -> None:
-    """Gates are recorded as ablated, and entropies of the attention that runs; additional forwards are not recorded."""
+    """Gates are recorded as ablated, and entropies of the attention that runs; additional forwards
+    are not recorded.
+    """
     model = Chain()
     x = chain_images()
 
@@ -114,9 +112,7 @@ def test_ablated_models_are_recorded(inside: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "inside", [True, False], ids=["recorded inside", "ablated inside"]
-)
+@pytest.mark.parametrize("inside", [True, False], ids=["recorded inside", "ablated inside"])
 def test_a_model_that_is_a_single_layer_is_recorded_as_ablated(inside: bool) -> None:
     model = scatter(GPSA(2, 5, 3, padding=1)).eval()
     ablations = [
@@ -130,9 +126,7 @@ def test_a_model_that_is_a_single_layer_is_recorded_as_ablated(inside: bool) -> 
         recorder.mark(epoch=0)
     recorder.remove()
     # With gates of 1, the whole attention is its positional part.
-    assert (
-        abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
-    )
+    assert abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
 
 
 class Single(nn.Module):

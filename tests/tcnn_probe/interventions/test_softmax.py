@@ -1,4 +1,6 @@
-"""Softmax attention of any kind: zeroed, averaged and replaced heads equal a computation by hand in float64."""
+"""Softmax attention of any kind: zeroed, averaged and replaced heads equal a computation by hand in
+float64.
+"""
 
 import copy
 from typing import Any
@@ -29,10 +31,10 @@ pytestmark = pytest.mark.numerical
 BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]
 
 
-def without(
-    model: nn.Module, layer: str, projection: str, heads: list[int]
-) -> nn.Module:
-    """Return a copy in float64 whose projection ignores the channels of heads, as if they were zeroed."""
+def without(model: nn.Module, layer: str, projection: str, heads: list[int]) -> nn.Module:
+    """Return a copy in float64 whose projection ignores the channels of heads, as if they were
+    zeroed.
+    """
     twin = wide(copy.deepcopy(model))
     linear = twin.get_submodule(f"{layer}.{projection}")
     with torch.no_grad():
@@ -85,9 +87,7 @@ def test_zeroed_heads_equal_a_projection_without_them(name: str, fused: bool) ->
         assert torch.equal(output, bias.expand_as(output))  # type: ignore[operator, union-attr]
 
 
-def by_hand_talking(
-    layer: TalkingHeadAttn, tokens: Tensor, zeroed: list[int]
-) -> Tensor:
+def by_hand_talking(layer: TalkingHeadAttn, tokens: Tensor, zeroed: list[int]) -> Tensor:
     """Compute talking heads (arXiv:2003.02436) in float64."""
     wide = copy.deepcopy(layer).double()
     q, k, v = wide.qkv(tokens.double()).unflatten(-1, (3, wide.num_heads, -1)).unbind(2)
@@ -95,9 +95,7 @@ def by_hand_talking(
     # Logits are mixed before the softmax and weights after it; a head is an output of the softmax.
     weights = wide.proj_l(logits).softmax(2)
     weights[..., zeroed] = 0
-    return wide.proj(
-        torch.einsum("bqkh,bkhd->bqhd", wide.proj_w(weights), v).flatten(2)
-    )
+    return wide.proj(torch.einsum("bqkh,bkhd->bqhd", wide.proj_w(weights), v).flatten(2))
 
 
 @torch.no_grad()
@@ -154,11 +152,7 @@ def test_means_over_queries_or_images(over: str, fused: bool) -> None:
     layer = model.blocks[0].attn
     heads = by_hand(layer, input_and_output(model, layer, x)[0])[:, :, [0, 2]]
     terms = by_hand(layer, input_and_output(model, layer, references)[0])[:, :, [0, 2]]
-    mean = (
-        heads.mean(1, keepdim=True)
-        if over == "queries"
-        else terms.mean(0, keepdim=True)
-    )
+    mean = heads.mean(1, keepdim=True) if over == "queries" else terms.mean(0, keepdim=True)
     batches = (
         None
         if over == "queries"
@@ -174,11 +168,11 @@ def test_means_over_queries_or_images(over: str, fused: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", ["swin", "cait", "torch", "tokens first", "convit", "levit"]
-)
+@pytest.mark.parametrize("name", ["swin", "cait", "torch", "tokens first", "convit", "levit"])
 def test_means_of_layers_with_windows_and_others(name: str) -> None:
-    """A layer with every head averaged outputs its mean over images, or over the queries of a window."""
+    """A layer with every head averaged outputs its mean over images, or over the queries of a
+    window.
+    """
     make, shape, layer, _ = MODELS[name]
     model = make()
     references = torch.randn(3, *shape)
@@ -193,9 +187,7 @@ def test_means_of_layers_with_windows_and_others(name: str) -> None:
     mean = plain.unflatten(0, (3, -1)).mean(0)
     with tcnn_probe.ablate(model, layer, "mean", images=references):
         result = output(torch.randn(2, *shape))
-    torch.testing.assert_close(
-        result, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(result, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3)
     # These layers attend within a window or sequence; others pool or have a class token.
     if name in ("swin", "torch", "tokens first"):
         with tcnn_probe.ablate(model, layer, "mean"):
@@ -210,7 +202,9 @@ def test_means_of_layers_with_windows_and_others(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 def test_heads_replaced_by_those_of_another_model(name: str, fused: bool) -> None:
-    """A model's own heads change nothing; those of another model equal the sum of two projections."""
+    """A model's own heads change nothing; those of another model equal the sum of two
+    projections.
+    """
     make, shape, layer, projection = MODELS[name]
     model = wide(make())
     x = torch.randn(2, *shape, dtype=torch.float64)
@@ -222,8 +216,8 @@ def test_heads_replaced_by_those_of_another_model(name: str, fused: bool) -> Non
     plain = model(x)
     size = float(plain.abs().max())
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
-        # Replaced heads are differences of two outputs, which lose the digits that these have in common: half of
-        # float64's.
+        # Replaced heads are differences of two outputs, which lose the digits that these have in
+        # common: half of float64's.
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
     heads = [count - 1]
     rest = [*range(count - 1)]
@@ -233,11 +227,10 @@ def test_heads_replaced_by_those_of_another_model(name: str, fused: bool) -> Non
     ]
     twins.append(without(source, layer, projection, [*heads, *rest]))
 
-    # This adds the source's output with these heads alone, less its bias, which is its output without any head.
+    # This adds the source's output with these heads alone, less its bias, which is its output
+    # without any head.
     def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        extra = [
-            first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]
-        ]
+        extra = [first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]]
         total = first(output) + extra[0] - extra[1]
         return (total, *output[1:]) if isinstance(output, tuple) else total
 
@@ -258,9 +251,7 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
         ("mean", {"images": x}),
     ):
         with (
-            pytest.raises(
-                ValueError, match=r"heads of 'blocks\.1\.attn' do not add up"
-            ),
+            pytest.raises(ValueError, match=r"heads of 'blocks\.1\.attn' do not add up"),
             tcnn_probe.ablate(model, {"blocks.1.attn": [1]}, mode, **options),  # type: ignore[arg-type]
         ):
             model(x)
@@ -312,7 +303,9 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
 
 
 class Twice(nn.Module):
-    """Model with two attentions in one call, of 2 and 3 heads, and then a softmax that does not attend."""
+    """Model with two attentions in one call, of 2 and 3 heads, and then a softmax that does not
+    attend.
+    """
 
     num_heads = 2
 
@@ -337,22 +330,17 @@ def test_two_attentions_in_one_call() -> None:
     parts[0][:, 1] = 0
     parts[1][:, 2] = 0
     expected = sum(
-        by * part.transpose(1, 2).flatten(2)
-        for by, part in zip((1, 10), parts, strict=True)
+        by * part.transpose(1, 2).flatten(2) for by, part in zip((1, 10), parts, strict=True)
     )
     with (
         tcnn_probe.ablate(model, {"0": 1}),
         tcnn_probe.ablate(model, {"0#1": 2}) as inner,
     ):
         # The computation is in float32, with a second part that is ten times as large.
-        torch.testing.assert_close(
-            model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4)
     assert inner.heads == {"0#1": (2,)}
     with (
-        pytest.raises(
-            RuntimeError, match="a softmax that is not multiplied with values"
-        ),
+        pytest.raises(RuntimeError, match="a softmax that is not multiplied with values"),
         tcnn_probe.ablate(model, "0#2"),
     ):
         model(x)

@@ -1,4 +1,6 @@
-"""Ways to run an ablated model: in low precision, in training, checkpointed, compiled, and with repeated calls."""
+"""Ways to run an ablated model: in low precision, in training, checkpointed, compiled, and with
+repeated calls.
+"""
 
 import copy
 import types
@@ -18,9 +20,7 @@ from tests.tcnn_probe.interventions.ablations import CASES, OF_VIT
 from tests.tcnn_probe.networks import scatter
 
 
-@pytest.mark.parametrize(
-    "case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"]
-)
+@pytest.mark.parametrize("case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"])
 def test_under_autocast_inference_and_channels_last(case: str) -> None:
     make, make_images, options = CASES[case]
     model = make()
@@ -35,9 +35,7 @@ def test_under_autocast_inference_and_channels_last(case: str) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4 * size)
         with torch.autocast("cpu", torch.bfloat16):
             # bfloat16 has 8 significant bits, and is rounded in every layer.
-            torch.testing.assert_close(
-                model(x).float(), expected, rtol=0.1, atol=0.1 * size
-            )
+            torch.testing.assert_close(model(x).float(), expected, rtol=0.1, atol=0.1 * size)
 
 
 def test_training_an_ablated_model_with_dropout() -> None:

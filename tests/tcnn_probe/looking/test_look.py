@@ -61,9 +61,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def looked(
-    photographs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[xr.DataTree, Path]:
+def looked(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[xr.DataTree, Path]:
     """Return a recording, and the path of its page."""
     page = tmp_path_factory.mktemp("page") / "page.html"
     return tcnn_probe.look(vit(), photographs, page, batch_size=3, shown=2), page
@@ -89,13 +87,9 @@ def test_page_and_facts_say_what_the_recording_holds(
             value = heads[name].sel(at).item()
             assert row[name] == value if np.isfinite(value) else name not in row
     types = tcnn_probe.head_types(heads)
-    assert [
-        row["head_type"] for row in network["heads"]
-    ] == types.values.ravel().tolist()
+    assert [row["head_type"] for row in network["heads"]] == types.values.ravel().tolist()
     counts = {row["type"]: row["count"] for row in network["types"]}
-    assert counts == {
-        name: int((types == name).sum()) for name in TYPES if (types == name).any()
-    }
+    assert counts == {name: int((types == name).sum()) for name in TYPES if (types == name).any()}
     # The program of the page has the same numbers, in float32.
     about, numbers, _ = held(page.read_text(encoding="utf-8"))
     for variable in about["variables"]:
@@ -119,9 +113,7 @@ def test_a_recording_of_the_same_is_not_made_again(
     model = vit()
     monkeypatch.setattr(model, "forward", None)
     again = tcnn_probe.look(model, photographs, page, shown=2)
-    xr.testing.assert_identical(
-        again["heads"].dataset.load(), tree["heads"].dataset.load()
-    )
+    xr.testing.assert_identical(again["heads"].dataset.load(), tree["heads"].dataset.load())
     monkeypatch.undo()
     model.blocks[0].attn.qkv.weight.data *= 1.5
     changed = tcnn_probe.look(model, photographs, shown=2)
@@ -195,9 +187,7 @@ def test_no_code_runs_from_unfinished_measurements(tmp_path: Path) -> None:
                 continue_measuring(recorder, path, lambda about: True)
         keep_measurements(recorder, path, "cats")
         assert continue_measuring(recorder, path, lambda about: about == "dogs") is None
-        assert (
-            continue_measuring(recorder, path, lambda about: about == "cats") == "cats"
-        )
+        assert continue_measuring(recorder, path, lambda about: about == "cats") == "cats"
 
 
 def _attention(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
@@ -206,11 +196,7 @@ def _attention(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
 
     def keep(module: Any, args: Any) -> None:
         (tokens,) = args
-        q, k, _ = (
-            module.qkv(tokens)
-            .unflatten(-1, (3, module.num_heads, -1))
-            .permute(2, 0, 3, 1, 4)
-        )
+        q, k, _ = module.qkv(tokens).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
         weights.append((q * module.scale @ k.mT).softmax(-1))
 
     model = model.double()
@@ -263,9 +249,7 @@ def test_attention_on_masks_equals_an_explicit_computation(
     rng = np.random.default_rng(1)
     # Of the first three cats; one is empty.
     for number in range(3):
-        mask = np.repeat(np.repeat(rng.random((3, 5)) > 0.4, 16, 0), 16, 1) * (
-            number != 1
-        )
+        mask = np.repeat(np.repeat(rng.random((3, 5)) > 0.4, 16, 0), 16, 1) * (number != 1)
         Image.fromarray(mask).save(masks / "cats" / f"{number}.png")
     paths = sorted((photographs / "cats").iterdir())[:3]
     model = vit().double()
@@ -274,10 +258,7 @@ def test_attention_on_masks_equals_an_explicit_computation(
     ds = tree["objects"].dataset.isel(epoch=0)
     images = tcnn_probe.images.as_images([str(path) for path in paths], model)
     inside = np.stack(
-        [
-            np.asarray(Image.open(masks / "cats" / f"{n}.png"))[::16, ::16]
-            for n in (0, 2)
-        ]
+        [np.asarray(Image.open(masks / "cats" / f"{n}.png"))[::16, ::16] for n in (0, 2)]
     )
     inside = inside.reshape(2, -1)
     for layer, attention in enumerate(_attention(model, images)):
@@ -289,9 +270,7 @@ def test_attention_on_masks_equals_an_explicit_computation(
             expected = ((maps * inside[:, None]).sum(-1) / maps.sum(-1)).mean(0)
             # The mask is resized in eight bits without loss, and the model takes images in float32.
             np.testing.assert_allclose(ds[name].isel(layer=layer), expected, rtol=1e-12)
-        np.testing.assert_allclose(
-            ds.object_area.isel(layer=layer), inside.mean(), rtol=1e-12
-        )
+        np.testing.assert_allclose(ds.object_area.isel(layer=layer), inside.mean(), rtol=1e-12)
 
 
 def test_photographs_are_spread_over_folders(photographs: Path) -> None:
@@ -308,9 +287,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     def run(*arguments: str) -> tuple[int, str]:
         code = main(["look", *arguments])
         lines = [
-            line
-            for line in capsys.readouterr().err.splitlines()
-            if line.startswith("tcnn-probe")
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("tcnn-probe")
         ]
         assert len(lines) == 1
         return code, lines[0]
@@ -390,9 +367,7 @@ def build_on_a_dying_worker() -> nn.Module:
     return vit(2)
 
 
-@pytest.mark.parametrize(
-    "scheduler", [False, pytest.param(True, marks=pytest.mark.study)]
-)
+@pytest.mark.parametrize("scheduler", [False, pytest.param(True, marks=pytest.mark.study)])
 def test_many_models_have_a_table_and_pages(
     scheduler: bool,
     photographs: Path,
@@ -400,11 +375,11 @@ def test_many_models_have_a_table_and_pages(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Here, and on a cluster, whose worker dies and is replaced; a model that fails leaves the others alone."""
+    """Here, and on a cluster, whose worker dies and is replaced; a model that fails leaves the
+    others alone.
+    """
     monkeypatch.setenv("LOOK_MARKER", str(tmp_path / "marker"))
-    names = [
-        f"{__name__}:{name}" for name in ("build", "build_on_a_dying_worker", "nothing")
-    ]
+    names = [f"{__name__}:{name}" for name in ("build", "build_on_a_dying_worker", "nothing")]
     (tmp_path / "list.txt").write_text("\n".join(["# models", *names, ""]))
     arguments = [
         "look",
@@ -431,37 +406,29 @@ def test_many_models_have_a_table_and_pages(
     table = (tmp_path / "pages" / "index.html").read_text()
     for row in rows[:2]:
         assert f'<a href="{row["page"]}">' in table
-        page = json.loads(
-            (tmp_path / "pages" / row["page"]).with_suffix(".json").read_text()
-        )
+        page = json.loads((tmp_path / "pages" / row["page"]).with_suffix(".json").read_text())
         (network,) = page["networks"]
         for kind in TYPES:
-            assert row[kind] == sum(
-                head["head_type"] == kind for head in network["heads"]
-            )
+            assert row[kind] == sum(head["head_type"] == kind for head in network["heads"])
 
 
 def test_costs_are_those_of_the_function(
     looked: tuple[xr.DataTree, Path], photographs: Path, tmp_path: Path
 ) -> None:
-    """With 11 photographs all of them count; ImageNet's classes are known by the names of their folders."""
+    """With 11 photographs all of them count; ImageNet's classes are known by the names of their
+    folders.
+    """
     tree, page = looked
     model = vit()
-    paths = sorted((photographs / "cats").iterdir()) + sorted(
-        (photographs / "dogs").glob("*.png")
-    )
+    paths = sorted((photographs / "cats").iterdir()) + sorted((photographs / "dogs").glob("*.png"))
     # The order in which look reads them: those with maps first.
     order = [str(photographs / name) for name in tree.attrs["photographs"]]
     assert sorted(order) == sorted(map(str, paths))
     images = tcnn_probe.images.as_images(order, model)
-    expected = tcnn_probe.head_importance(
-        model, list(images.split(3)), queries=None
-    ).mean("image")
+    expected = tcnn_probe.head_importance(model, list(images.split(3)), queries=None).mean("image")
     ds = tree["costs"].dataset.isel(epoch=0)
     for mode in expected.mode.values:
-        np.testing.assert_allclose(
-            ds[f"cost_{mode}"], expected.sel(mode=mode), rtol=1e-5
-        )
+        np.testing.assert_allclose(ds[f"cost_{mode}"], expected.sel(mode=mode), rtol=1e-5)
     row = json.loads(page.with_suffix(".json").read_text())["networks"][0]["heads"][9]
     assert row["cost_zero"] == ds.cost_zero.values.ravel()[9]
     classifier = timm.create_model("vit_tiny_patch16_224", depth=1)

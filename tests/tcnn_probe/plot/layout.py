@@ -25,11 +25,10 @@ def texts_within_and_apart(figure: Figure) -> None:
         assert room.contains(*span.max), text.get_text()
         for label, its in spans[:nth]:
             overlap = span.overlaps(its)
-            # Boxes of rotated texts overlap where the texts do not. Their distance counts, which is sin 60 degrees
-            # times that along the axis.
+            # Boxes of rotated texts overlap where the texts do not. Their distance counts, which is
+            # sin 60 degrees times that along the axis.
             if text.get_rotation() == label.get_rotation() == 60:
                 overlap = (
-                    abs(span.x1 - its.x1) * 3**0.5 / 2
-                    < 0.9 * text.get_fontsize() / 72 * figure.dpi
+                    abs(span.x1 - its.x1) * 3**0.5 / 2 < 0.9 * text.get_fontsize() / 72 * figure.dpi
                 )
             assert not overlap, (text.get_text(), label.get_text())

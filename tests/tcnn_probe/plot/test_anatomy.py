@@ -1,4 +1,6 @@
-"""Parts of heads as bars and bands, kernels as images, and heads against depth: what is drawn, and its legibility."""
+"""Parts of heads as bars and bands, kernels as images, and heads against depth: what is drawn, and
+its legibility.
+"""
 
 import math
 from typing import Any
@@ -25,16 +27,15 @@ HEADS = (5, 3, 7)  # of each layer
 
 
 def recorded(marks: int = 1, heads: tuple[int, ...] = HEADS) -> xr.Dataset:
-    """Return random parts of layers with different numbers of heads; some parts are slightly negative."""
+    """Return random parts of layers with different numbers of heads; some parts are slightly
+    negative.
+    """
     rng = np.random.default_rng(0)
     dims = ("epoch", "layer", "head")
     shape = (marks, len(heads), max(heads))
     exists = np.arange(max(heads)) < np.array(heads)[:, None]
     ds = xr.Dataset(
-        {
-            name: (dims, np.where(exists, rng.gamma(1, 1, shape) - 0.02, np.nan))
-            for name in PARTS
-        },
+        {name: (dims, np.where(exists, rng.gamma(1, 1, shape) - 0.02, np.nan)) for name in PARTS},
         {
             "epoch": 3 * np.arange(marks),
             "layer": [f"blocks.{number}.attn" for number in range(len(heads))],
@@ -96,7 +97,8 @@ def test_what_class_tokens_receive_is_not_drawn_as_a_convolution() -> None:
         for color in ("blue", "green")
     )
     offset = np.sort(ds.offset_information.clip(0).values[0])
-    # The heads of the second layer, of which class tokens have a quarter, and of the third, of which they have all.
+    # The heads of the second layer, of which class tokens have a quarter, and of the third, of
+    # which they have all.
     np.testing.assert_allclose(np.sort(blue[5:8]), 0.75 * offset[1, :3])
     np.testing.assert_allclose(np.sort(green[5:8]), 0.25 * offset[1, :3])
     np.testing.assert_allclose(blue[8:], 0, atol=1e-12)
@@ -117,9 +119,7 @@ def test_without_a_grid_the_static_part_is_one_bar() -> None:
     ]
     layer = ds.isel(epoch=0, layer=1, head=slice(3))
     content = layer.key_content_information + layer.query_key_content_information
-    np.testing.assert_allclose(
-        sorted(hatched), sorted((layer.selectivity - content).values)
-    )
+    np.testing.assert_allclose(sorted(hatched), sorted((layer.selectivity - content).values))
     assert len(bars(ax, OKABE_ITO["blue"])) == sum(HEADS) - 1
 
 
@@ -141,7 +141,9 @@ def test_bands_are_means_over_the_heads() -> None:
 
 
 def kernels(heads: tuple[int, ...] = HEADS, size: tuple[int, int] = (7, 11)) -> Any:
-    """Return random kernels; the second layer has a smaller grid, and a corner that no query has."""
+    """Return random kernels; the second layer has a smaller grid, and a corner that no query
+    has.
+    """
     rng = np.random.default_rng(1)
     values = rng.random((len(heads), max(heads), *size))
     values[np.arange(max(heads)) >= np.array(heads)[:, None]] = np.nan
@@ -197,21 +199,17 @@ def test_learned_filters_stand_below_the_kernels_of_gated_layers() -> None:
     ax = tcnn_probe.plot.offset_kernels(values, positional=gated)
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["0", "1", "1 learned", "2"]
-    learned = [
-        image for image in ax.images if 1.5 < np.mean(image.get_extent()[2:]) < 2.5
-    ]
+    learned = [image for image in ax.images if 1.5 < np.mean(image.get_extent()[2:]) < 2.5]
     assert len(learned) == HEADS[1]
     for head, image in enumerate(learned):
         alpha, y, x = (gated[name].values[0, 1, head] for name in parameters)
         expected = [
-            [
-                math.exp(-alpha * ((row - y) ** 2 + (column - x) ** 2))
-                for column in range(-5, 6)
-            ]
+            [math.exp(-alpha * ((row - y) ** 2 + (column - x) ** 2)) for column in range(-5, 6)]
             for row in range(-2, 3)
         ]
         drawn = image.get_array()
-        # Filters are scaled by their largest value; where the kernel has no offset, they are not drawn.
+        # Filters are scaled by their largest value; where the kernel has no offset, they are not
+        # drawn.
         known = ~drawn.mask
         ratio = drawn.data[known] / np.array(expected)[known]
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-12)
@@ -241,9 +239,7 @@ def test_heads_against_depth() -> None:
     # A layer without distances, such as a pool, is left out.
     ds.attention_distance.values[:, 1] = np.nan
     other = 2 * ds.uniform_distance
-    ax = tcnn_probe.plot.depth(
-        ds.attention_distance, plt.figure().subplots(), uniform=other
-    )
+    ax = tcnn_probe.plot.depth(ds.attention_distance, plt.figure().subplots(), uniform=other)
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "2"]
     assert set(ax.lines[1].get_ydata()) == {16.6}
 
@@ -328,9 +324,7 @@ def test_two_pictures_beside_each_other() -> None:
         ),
     ],
 )
-def test_bad_arguments_are_refused(
-    draw: Any, error: type[Exception], message: str
-) -> None:
+def test_bad_arguments_are_refused(draw: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         draw(recorded(marks=2))
     assert plt.get_fignums() == []  # no empty figure is left

@@ -30,9 +30,7 @@ def some_maps() -> xr.DataArray:
 def some_gates() -> xr.DataArray:
     # There is one layer and one head more than in the maps, whose gates must not be written.
     values = [[0.11, 0.22, 0.33, 0.9], [0.44, 0.55, 0.66, 0.9], [0.7, 0.7, 0.7, 0.7]]
-    return xr.DataArray(
-        values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head")
-    )
+    return xr.DataArray(values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head"))
 
 
 def with_pictures(figure: Figure) -> list[Axes]:
@@ -43,10 +41,7 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
     """Return (y, x, height, width) of each red box."""
     rectangles = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert all(to_hex(patch.get_edgecolor()).upper() == RED for patch in rectangles)
-    return [
-        (box.get_y(), box.get_x(), box.get_height(), box.get_width())
-        for box in rectangles
-    ]
+    return [(box.get_y(), box.get_x(), box.get_height(), box.get_width()) for box in rectangles]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -108,9 +103,7 @@ def test_the_query_of_an_image_is_boxed_on_each_layers_grid(strided: bool) -> No
     if strided:  # the query's position in a layer with a stride
         first, second = (2, 6), (0, 3)
         maps = maps.assign_coords(query_y=("layer", [2, 0]), query_x=("layer", [6, 3]))
-    figure = tcnn_probe.plot.attention_grid(
-        maps, image=torch.rand(1, 30, 56), query=(19, 55)
-    )
+    figure = tcnn_probe.plot.attention_grid(maps, image=torch.rand(1, 30, 56), query=(19, 55))
     *panels, picture = with_pictures(figure)
     assert picture.images[0].get_array().shape == (30, 56)
     # The query is in row 3 of five of 6 pixels, and in column 6 of seven of 8.
@@ -139,9 +132,7 @@ def test_texts_lie_within_the_figure_and_do_not_overlap(
 ) -> None:
     names = ["stages.3.blocks.10.attention.conv", "stages.3.blocks.11.attention.conv"]
     values = np.random.default_rng(0).random((2, heads, 5, 7))
-    maps = xr.DataArray(
-        values, {"layer": names, "head": range(heads)}, ("layer", "head", "y", "x")
-    )
+    maps = xr.DataArray(values, {"layer": names, "head": range(heads)}, ("layer", "head", "y", "x"))
     texts_within_and_apart(
         tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]), **options)
     )
@@ -151,34 +142,22 @@ def test_texts_lie_within_the_figure_and_do_not_overlap(
 def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     names = [f"blocks.{n}.attn" for n in range(12)]
     values = np.random.default_rng(0).random((12, 12, 3, 5))
-    maps = xr.DataArray(
-        values, {"layer": names, "head": range(12)}, ("layer", "head", "y", "x")
-    )
+    maps = xr.DataArray(values, {"layer": names, "head": range(12)}, ("layer", "head", "y", "x"))
     figure = tcnn_probe.plot.attention_grid(
         maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50)
     )
     # This is a page in landscape format, and a little more.
     assert figure.get_size_inches().max() < 13
     texts_within_and_apart(
-        tcnn_probe.plot.attention_grid(
-            maps.isel(head=slice(5)), gate=maps.mean(["y", "x"])
-        )
+        tcnn_probe.plot.attention_grid(maps.isel(head=slice(5)), gate=maps.mean(["y", "x"]))
     )
 
 
 def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
     maps = some_maps()
     grid = tcnn_probe.plot.attention_grid
-    assert (
-        len(
-            with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))
-        )
-        == 3
-    )
-    assert (
-        len(with_pictures(grid(maps.isel(layer=[1], head=[2]).expand_dims(epoch=[3]))))
-        == 1
-    )
+    assert len(with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))) == 3
+    assert len(with_pictures(grid(maps.isel(layer=[1], head=[2]).expand_dims(epoch=[3])))) == 1
     maps[1, 2] = np.nan
     panels = with_pictures(grid(maps, gate=some_gates()))
     assert [panel.get_xlabel() for panel in panels] == [
@@ -232,18 +211,14 @@ def test_bad_arguments_are_refused() -> None:
     grid = tcnn_probe.plot.attention_grid
     with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray"):
         grid(maps.values)
-    with pytest.raises(
-        ValueError, match=r"expected maps with the dimensions .* no 'head'"
-    ):
+    with pytest.raises(ValueError, match=r"expected maps with the dimensions .* no 'head'"):
         grid(maps.isel(head=0))
     with pytest.raises(
         ValueError,
         match=r"further dimensions \('image',\): choose one of each, .*image=",
     ):
         grid(maps.expand_dims(image=2, epoch=1))
-    with pytest.raises(
-        TypeError, match=r"figure to be matplotlib's Figure or SubFigure, got Axes"
-    ):
+    with pytest.raises(TypeError, match=r"figure to be matplotlib's Figure or SubFigure, got Axes"):
         grid(maps, figure=Figure().subplots())
     for outside in ((5, 0), (0, 7), (-1, 0), (0, -1)):
         with pytest.raises(
@@ -256,9 +231,7 @@ def test_bad_arguments_are_refused() -> None:
     for no_pixel in ((1.5, 2), (1, 2, 3), 4):
         with pytest.raises(ValueError, match=r"a query \(y, x\), two integers, got"):
             grid(maps, query=no_pixel)
-    with pytest.raises(
-        ValueError, match=r"shape \(B, 1 or 3, H, W\), got \(1, 2, 20, 30\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(B, 1 or 3, H, W\), got \(1, 2, 20, 30\)"):
         grid(maps, image=np.zeros((2, 20, 30)))
     with pytest.raises(ValueError, match=r"gates lack layer 'stages.3.0.conv'"):
         grid(maps, gate=some_gates()[1:])

@@ -1,4 +1,6 @@
-"""plot.attention_maps: each map is in its layer's row and its head's column, over the image, with the query boxed."""
+"""plot.attention_maps: each map is in its layer's row and its head's column, over the image, with
+the query boxed.
+"""
 
 import os
 import pickle
@@ -27,20 +29,14 @@ def maps() -> xr.DataTree:
     model = timm.create_model(
         "deit_tiny_patch16_224", patch_size=8, img_size=SIZE, **options
     ).eval()
-    # The queries are the first pixel of the last row, and a pixel of the last column; transposed, neither would be in
-    # the image.
-    return tcnn_probe.attention_maps(
-        model, torch.randn(2, 3, *SIZE), queries=[(31, 0), (9, 47)]
-    )
+    # The queries are the first pixel of the last row, and a pixel of the last column; transposed,
+    # neither would be in the image.
+    return tcnn_probe.attention_maps(model, torch.randn(2, 3, *SIZE), queries=[(31, 0), (9, 47)])
 
 
 def drawn(figure: plt.Figure) -> list[np.ndarray]:
     """Return the map over the image in each panel, in order."""
-    return [
-        np.asarray(axes.images[1].get_array())
-        for axes in figure.axes
-        if len(axes.images) == 2
-    ]
+    return [np.asarray(axes.images[1].get_array()) for axes in figure.axes if len(axes.images) == 2]
 
 
 def boxes(figure: plt.Figure) -> set[tuple[float, ...]]:
@@ -50,26 +46,18 @@ def boxes(figure: plt.Figure) -> set[tuple[float, ...]]:
 def test_rows_are_layers_and_columns_heads(maps: xr.DataTree) -> None:
     figure = tcnn_probe.plot.attention_maps(maps, image=1, query=(9, 47))
     expected = maps["3x4x6"].attention[1].isel(query=1)
-    for panel, values in zip(
-        drawn(figure), expected.values.reshape(-1, 4, 6), strict=True
-    ):
+    for panel, values in zip(drawn(figure), expected.values.reshape(-1, 4, 6), strict=True):
         np.testing.assert_allclose(panel, values / values.max(), rtol=1e-6)
     assert boxes(figure) == {(40.0, 8.0, 8.0, 8.0)}  # x, y, width, height
-    names = [
-        axes.get_ylabel().replace("\n", "") for axes in figure.axes if axes.get_ylabel()
-    ]
+    names = [axes.get_ylabel().replace("\n", "") for axes in figure.axes if axes.get_ylabel()]
     assert names == expected.layer.values.tolist()
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == ["head 0", "head 1", "head 2"]
 
 
 def test_maps_of_the_class_token_and_selections(maps: xr.DataTree) -> None:
-    figure = tcnn_probe.plot.attention_maps(
-        maps, query="class", layers="*.2.*", heads=[0, 2]
-    )
-    expected = (
-        maps["3x4x6"].class_attention[0].sel(layer="blocks.2.attn", head=[0, 2]).values
-    )
+    figure = tcnn_probe.plot.attention_maps(maps, query="class", layers="*.2.*", heads=[0, 2])
+    expected = maps["3x4x6"].class_attention[0].sel(layer="blocks.2.attn", head=[0, 2]).values
     for panel, values in zip(drawn(figure), expected, strict=True):
         np.testing.assert_allclose(panel, values / values.max(), rtol=1e-6)
     assert not boxes(figure)
@@ -80,7 +68,9 @@ def drawn_titles(figure: plt.Figure) -> list[str]:
 
 
 def test_many_heads_are_wrapped_into_rows() -> None:
-    """25 heads have rows of 9, 9 and 7, on a page, with names where the panel above has another head."""
+    """25 heads have rows of 9, 9 and 7, on a page, with names where the panel above has another
+    head.
+    """
     options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 1}
     model = timm.create_model("deit_tiny_patch16_224", **options, num_heads=25).eval()
     maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, *SIZE), queries=[(9, 47)])
@@ -132,10 +122,7 @@ def test_scales_are_stated(maps: xr.DataTree) -> None:
     figure = tcnn_probe.plot.attention_maps(maps, query=(9, 47), scale="common")
     for panel, expected in zip(drawn(figure), values, strict=True):
         np.testing.assert_allclose(panel, expected / values.max(), rtol=1e-6)
-    assert (
-        figure.get_supxlabel()
-        == f"opacity and colour: all maps from 0 to {values.max():.2g}"
-    )
+    assert figure.get_supxlabel() == f"opacity and colour: all maps from 0 to {values.max():.2g}"
     figure = tcnn_probe.plot.attention_maps(maps)
     assert figure.get_supxlabel().endswith("each map from 0 to its own largest value")
 
@@ -145,7 +132,9 @@ def test_default_query(maps: xr.DataTree) -> None:
 
 
 def test_the_next_plot_has_its_own_figure(maps: xr.DataTree) -> None:
-    """Curves in README were once drawn over the last head's map; pyplot's titles belong to the image."""
+    """Curves in README were once drawn over the last head's map; pyplot's titles belong to the
+    image.
+    """
     figure = tcnn_probe.plot.attention_maps(maps)
     assert plt.gca() is figure.axes[0]
     panels = [len(axes.lines) for axes in figure.axes]
@@ -177,7 +166,9 @@ for cell in sys.argv[2:]:
 
 @pytest.mark.study
 def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
-    """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's value."""
+    """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's
+    value.
+    """
     need("IPython")
     file = tmp_path / "maps.pickle"
     file.write_bytes(pickle.dumps(maps))

@@ -17,9 +17,7 @@ import tcnn_probe
 GATE = {"long_name": "gate", "units": "1"}
 
 
-def recorded(
-    marks: int = 5, layers: int = 3, heads: int = 7, **attrs: str
-) -> xr.DataArray:
+def recorded(marks: int = 5, layers: int = 3, heads: int = 7, **attrs: str) -> xr.DataArray:
     values = np.random.default_rng(0).random((marks, layers, heads))
     coords = {
         # Epochs are not 0, 1, 2, so that positions taken for epochs would show.
@@ -27,9 +25,7 @@ def recorded(
         "layer": [f"stage.{n}.conv" for n in range(layers)],
         "head": range(heads),
     }
-    return xr.DataArray(
-        values, coords, ("epoch", "layer", "head"), "gate", GATE | attrs
-    )
+    return xr.DataArray(values, coords, ("epoch", "layer", "head"), "gate", GATE | attrs)
 
 
 class DrawnLine(NamedTuple):
@@ -55,9 +51,7 @@ def legend_texts(ax: plt.Axes) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-@pytest.mark.parametrize(
-    "dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")]
-)
+@pytest.mark.parametrize("dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")])
 def test_heads_are_thin_lines_and_layers_are_thick_ones(dims: tuple[str, ...]) -> None:
     values = recorded()
     ax = tcnn_probe.plot.evolution(values.transpose(*dims), colors=["r", "g", "b", "k"])
@@ -135,9 +129,7 @@ def test_a_single_mark_is_a_point() -> None:
 def test_bad_arguments_are_refused() -> None:
     values = recorded()
     evolution = tcnn_probe.plot.evolution
-    with pytest.raises(
-        TypeError, match=r"DataArray, for example dataset\['gate'\]; got Dataset"
-    ):
+    with pytest.raises(TypeError, match=r"DataArray, for example dataset\['gate'\]; got Dataset"):
         evolution(values.to_dataset())
     types = xr.where(values > 0.5, "content", "convolutional")
     with pytest.raises(
@@ -146,9 +138,7 @@ def test_bad_arguments_are_refused() -> None:
     ):
         evolution(types)
     for dims in (values[0], values.expand_dims(image=2)):
-        with pytest.raises(
-            ValueError, match=r"that of the marks, got \(.*'layer', 'head'\)"
-        ):
+        with pytest.raises(ValueError, match=r"that of the marks, got \(.*'layer', 'head'\)"):
             evolution(dims)
     with pytest.raises(ValueError, match=r"a colour for each of the 3 layers, got 2"):
         evolution(values, colors=["r", "g"])
@@ -196,7 +186,9 @@ def test_the_package_exports_its_plots() -> None:
 
 
 def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
-    """Return three runs as ``tcnn_probe.open`` joins them; the last is shorter and lacks a layer and two heads."""
+    """Return three runs as ``tcnn_probe.open`` joins them; the last is shorter and lacks a layer
+    and two heads.
+    """
     runs = [recorded(marks) + shift for shift in (0.0, 0.3, 0.5)]
     values = xr.concat(runs, xr.DataArray(["a", "b", "c"], dims="run", name="run"))
     values[2, -1] = np.nan

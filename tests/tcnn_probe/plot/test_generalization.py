@@ -13,7 +13,9 @@ from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 
 def measured(trainings: int) -> xr.Dataset:
-    """Return results of 3 models and the given number of trainings, on 23 images and on variants of 17 and 7."""
+    """Return results of 3 models and the given number of trainings, on 23 images and on variants of
+    17 and 7.
+    """
     random = np.random.default_rng(0)
     right = random.random((trainings, 3, 23)) < np.array([0.5, 0.7, 0.9])[:, None]
     ds = xr.Dataset(
@@ -31,9 +33,7 @@ def measured(trainings: int) -> xr.Dataset:
 
 
 def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    points = {
-        container.get_label(): container[0].get_data() for container in axes.containers
-    }
+    points = {container.get_label(): container[0].get_data() for container in axes.containers}
     return {label: (x.tolist(), y.tolist()) for label, (x, y) in points.items()}
 
 
@@ -62,9 +62,7 @@ def test_points_and_intervals(trainings: int) -> None:
         ]
         np.testing.assert_allclose(points[model], expected)
         for axis, (bars, images) in enumerate(zip(container[2], (23, 7), strict=True)):
-            for segment, share in zip(
-                bars.get_segments(), expected[axis].values, strict=True
-            ):
+            for segment, share in zip(bars.get_segments(), expected[axis].values, strict=True):
                 np.testing.assert_allclose(
                     segment[:, axis], wilson(float(share), images), atol=1e-12
                 )
@@ -72,9 +70,7 @@ def test_points_and_intervals(trainings: int) -> None:
     (line,) = (item for item in axes.lines if item.get_label() == "least squares")
     x, y = (np.array(item) for item in zip(*pairs, strict=True))
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
-    np.testing.assert_allclose(
-        line.get_ydata(), y.mean() + slope * (line.get_xdata() - x.mean())
-    )
+    np.testing.assert_allclose(line.get_ydata(), y.mean() + slope * (line.get_xdata() - x.mean()))
     assert axes.get_ylabel() == "accuracy on real"
     texts_within_and_apart(axes.figure)
 
@@ -83,9 +79,7 @@ def test_one_model_on_given_axes() -> None:
     axes = plt.figure().subplots()
     ds = measured(1).isel(training=0).sel(variant=["v2"], model="a")
     assert generalization(ds, axes) is axes
-    assert drawn(axes) == {
-        "a": ([float(ds.clean_accuracy)], [float(ds.variant_accuracy[0])])
-    }
+    assert drawn(axes) == {"a": ([float(ds.clean_accuracy)], [float(ds.variant_accuracy[0])])}
     assert len(axes.lines) == 1  # a single point has no line
 
 

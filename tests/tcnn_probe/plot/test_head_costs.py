@@ -24,8 +24,7 @@ def test_points_are_means_over_images(sign: float) -> None:
     for bars, mode in zip(axes.containers, ("static", "zero"), strict=True):
         x, y = bars.lines[0].get_data()
         first, second = (
-            array.sel(mode=mode).mean("image").values.ravel()
-            for array in (estimate, exact)
+            array.sel(mode=mode).mean("image").values.ravel() for array in (estimate, exact)
         )
         known = np.isfinite(first)
         np.testing.assert_array_equal(x, second[known])

@@ -29,7 +29,9 @@ TIMM = [
 def measured(
     models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
 ) -> xr.Dataset:
-    """Return results like those of evaluation.robustness, with 5 severities, 2 seeds and 2 attacks."""
+    """Return results like those of evaluation.robustness, with 5 severities, 2 seeds and 2
+    attacks.
+    """
     rng = np.random.default_rng(0)
     count = len(models)
     right = (
@@ -76,10 +78,7 @@ def bars(axes: Axes) -> dict[str, Any]:
 
 
 def heights(axes: Axes) -> dict[str, list[float]]:
-    return {
-        name: [bar.get_height() for bar in container]
-        for name, container in bars(axes).items()
-    }
+    return {name: [bar.get_height() for bar in container] for name, container in bars(axes).items()}
 
 
 def error_bars(axes: Axes) -> list[list[list[float]]]:
@@ -128,21 +127,15 @@ def test_accuracies_and_standard_errors(by: Any, parts: dict[str, Any]) -> None:
     assert axes is plt.gca()
     assert [label.get_text() for label in axes.get_xticklabels()] == list(parts)
     assert (
-        list(heights(axes))
-        == [text.get_text() for text in axes.get_legend().get_texts()]
-        == MODELS
+        list(heights(axes)) == [text.get_text() for text in axes.get_legend().get_texts()] == MODELS
     )
     for model, name in enumerate(MODELS):
         for place, (corruptions, severities) in enumerate(parts.values()):
             shares = by_hand(ds, model, corruptions, severities)
             mean = sum(shares) / IMAGES
-            error = (
-                sum((share - mean) ** 2 for share in shares) / (IMAGES - 1) / IMAGES
-            ) ** 0.5
+            error = (sum((share - mean) ** 2 for share in shares) / (IMAGES - 1) / IMAGES) ** 0.5
             assert heights(axes)[name][place] == pytest.approx(mean)
-            np.testing.assert_allclose(
-                error_bars(axes)[model][place], [mean - error, mean + error]
-            )
+            np.testing.assert_allclose(error_bars(axes)[model][place], [mean - error, mean + error])
 
 
 def test_clean_images_come_first_and_attacks_last() -> None:
@@ -170,27 +163,18 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
     assert list(drawn_heights) == ["CNN", "T-CNN"]
     for bar, model in ((0, 0), (1, 2)):
         for place, corruptions in enumerate(([0, 2], [1], [3])):
-            accuracies, baseline = (
-                np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1)
-            )
+            accuracies, baseline = (np.array(by_hand(ds, m, corruptions, ALL)) for m in (model, 1))
             relative = (accuracies.mean() - baseline.mean()) / baseline.mean()
             assert drawn_heights[MODELS[model]][place] == pytest.approx(100 * relative)
             # The same images are drawn for both models, as the improvement is paired.
-            drawn = np.random.default_rng(1).multinomial(
-                IMAGES, np.full(IMAGES, 1 / IMAGES), 4000
-            )
-            low, high = np.quantile(
-                (drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975]
-            )
-            # Values are in per cent; Fieller's interval and a bootstrap's quantiles agree only roughly for so few
-            # images.
+            drawn = np.random.default_rng(1).multinomial(IMAGES, np.full(IMAGES, 1 / IMAGES), 4000)
+            low, high = np.quantile((drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975])
+            # Values are in per cent; Fieller's interval and a bootstrap's quantiles agree only
+            # roughly for so few images.
             np.testing.assert_allclose(
                 error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3
             )
-    assert (
-        axes.get_ylabel()
-        == "improvement over control (%)\n(lines: 95 % interval over images)"
-    )
+    assert axes.get_ylabel() == "improvement over control (%)\n(lines: 95 % interval over images)"
 
 
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
@@ -217,9 +201,7 @@ def test_bars_without_an_interval_are_hatched() -> None:
         assert [bar.get_hatch() for bar in container] == [None, None, "///"]
         assert np.isnan(container[1].get_height())
     assert "hatched: no interval" in axes.get_ylabel()
-    axes = tcnn_probe.plot.robustness(
-        measured(), plt.figure().subplots(), baseline="control"
-    )
+    axes = tcnn_probe.plot.robustness(measured(), plt.figure().subplots(), baseline="control")
     assert "hatched" not in axes.get_ylabel()
 
 

@@ -14,9 +14,7 @@ import tcnn_probe
 def some_maps(method: str = "gradcam", count: int = 2) -> xr.DataArray:
     # Values differ between methods, so that exchanged columns would show.
     values = np.random.default_rng(len(method)).random((count, 3, 5))
-    return xr.DataArray(
-        values, dims=("image", "y", "x"), name="saliency", attrs={"method": method}
-    )
+    return xr.DataArray(values, dims=("image", "y", "x"), name="saliency", attrs={"method": method})
 
 
 def outlines(axes: Axes) -> int:
@@ -40,9 +38,7 @@ def test_rows_are_images_and_columns_are_methods() -> None:
     for row in range(2):
         scaled = images[row].numpy().transpose(1, 2, 0)
         scaled = (scaled - scaled.min()) / (scaled.max() - scaled.min())
-        np.testing.assert_allclose(
-            axes[row, 0].images[0].get_array(), scaled, atol=1e-6
-        )
+        np.testing.assert_allclose(axes[row, 0].images[0].get_array(), scaled, atol=1e-6)
         assert outlines(axes[row, 0]) == 0
         for column, name in enumerate(maps, 1):
             below, above = axes[row, column].images
@@ -59,9 +55,7 @@ def test_rows_are_images_and_columns_are_methods() -> None:
 
 def test_plot_on_given_axes() -> None:
     panels = plt.figure().subplots(2)
-    axes = tcnn_probe.plot.saliency_overlay(
-        some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1
-    )
+    axes = tcnn_probe.plot.saliency_overlay(some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1)
     assert axes[1, 0] is panels[1]
     assert [len(panel.images) for panel in panels] == [
         2,
@@ -76,9 +70,7 @@ def test_the_outline_follows_the_mask() -> None:
     mask = np.zeros((1, 11, 13), dtype=bool)
     mask[0, 2:4, 6:11] = True
     axes = plt.figure().subplots()
-    tcnn_probe.plot.saliency_overlay(
-        some_maps(count=1), np.zeros((1, 1, 11, 13)), axes, masks=mask
-    )
+    tcnn_probe.plot.saliency_overlay(some_maps(count=1), np.zeros((1, 1, 11, 13)), axes, masks=mask)
     (outline,) = axes.findobj(ContourSet)
     points = np.concatenate([path.vertices for path in outline.get_paths()])
     # Pixel n extends from n to n + 1.
@@ -100,23 +92,17 @@ def test_bad_arguments_are_refused() -> None:
     overlay = tcnn_probe.plot.saliency_overlay
     maps = some_maps()
     images = np.zeros((2, 3, 6, 10))
-    with pytest.raises(
-        TypeError, match=r"expected maps as an xarray.DataArray; got Tensor"
-    ):
+    with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray; got Tensor"):
         overlay(torch.zeros(2, 6, 10), images)
     with pytest.raises(ValueError, match=r"got a Dataset without variables"):
         overlay(xr.Dataset(), images)
-    with pytest.raises(
-        ValueError, match=r"a map for each of the 3 images, got 2 of gradcam"
-    ):
+    with pytest.raises(ValueError, match=r"a map for each of the 3 images, got 2 of gradcam"):
         overlay(maps, np.zeros((3, 3, 6, 10)))
     with pytest.raises(
         ValueError, match=r"images of shape \(B, 1 or 3, H, W\), got \(2, 4, 6, 10\)"
     ):
         overlay(maps, np.zeros((2, 4, 6, 10)))
-    with pytest.raises(
-        ValueError, match=r"masks of shape \(2, 6, 10\), got \(2, 10, 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"masks of shape \(2, 6, 10\), got \(2, 10, 6\)"):
         overlay(maps, images, masks=np.zeros((2, 10, 6)))
     with pytest.raises(ValueError, match=r"axes for 2 images and 1 methods, 2, got 3"):
         overlay(maps, images, plt.figure().subplots(3))

@@ -39,9 +39,7 @@ def scattered(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, parameter in sorted(model.named_parameters()):
             # Matrices are scattered less, because sums over their columns are larger.
             spread = 0.1 if parameter.ndim > 1 else 0.5
-            parameter.add_(
-                spread * torch.randn(parameter.shape, generator=generator).to(parameter)
-            )
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator).to(parameter))
             assert parameter.isfinite().all(), name
     return model
 
@@ -54,9 +52,7 @@ def small(name: str, **about: Any) -> nn.Module:
 
 def images(count: int, height: int = 32, width: int = 48, seed: int = 1) -> Tensor:
     """Return images of shape (count, 3, height, width)."""
-    return torch.randn(
-        count, 3, height, width, generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs_in_float64(
@@ -85,9 +81,7 @@ def _keep(
     calls[name] = module, args, kwargs
 
 
-def recorded(
-    model: nn.Module, probe: Any, *batches: Tensor, **about: Any
-) -> xr.Dataset:
+def recorded(model: nn.Module, probe: Any, *batches: Tensor, **about: Any) -> xr.Dataset:
     """Return the group of one probe after one epoch."""
     kind = probe if isinstance(probe, str) else probe.kind
     recorder = helpers.recorded(model, *batches, probes=probe, **about)

@@ -90,7 +90,9 @@ def without_queries(model: nn.Module, *, bias: float = 0) -> nn.Module:
 
 
 def rotary() -> nn.Module:
-    """Return a transformer whose tokens are constant and whose positions are rotations of queries and keys."""
+    """Return a transformer whose tokens are constant and whose positions are rotations of queries
+    and keys.
+    """
     model = timm.models.Eva(
         img_size=(40, 56), patch_size=8, embed_dim=24, depth=1, num_heads=3,
         class_token=False, use_abs_pos_emb=False, use_rot_pos_emb=True, qkv_fused=True,
@@ -160,9 +162,7 @@ class Random(nn.Module):
         count = values.shape[2]
         generator = torch.Generator().manual_seed(int(x[0, 0, 0, 0].abs() * 1e6))
         logits = torch.randn(len(x), 1, count, count, generator=generator)
-        return scaled_dot_product_attention(
-            0 * values, values, values, attn_mask=logits
-        )
+        return scaled_dot_product_attention(0 * values, values, values, attn_mask=logits)
 
 
 def test_random_attention_is_matching() -> None:
@@ -175,11 +175,12 @@ def test_random_attention_is_matching() -> None:
 
 
 def anatomy(weights: np.ndarray, places: tuple[Any, Any], seen: np.ndarray) -> Any:
-    """Return the parts by brute force from (B, windows, heads, queries, keys), each in loops over its definition."""
+    """Return the parts by brute force from (B, windows, heads, queries, keys), each in loops over
+    its definition.
+    """
     count, windows, heads, queries, _ = weights.shape
     places = tuple(
-        np.array([place or (np.nan, np.nan) for place in side], dtype=float)
-        for side in places
+        np.array([place or (np.nan, np.nan) for place in side], dtype=float) for side in places
     )
     index = np.tile(offsets_of_pairs(*places)[0], (windows, 1))
     log_keys = np.log(seen.sum(-1)).mean()
@@ -196,7 +197,8 @@ def anatomy(weights: np.ndarray, places: tuple[Any, Any], seen: np.ndarray) -> A
         convolution = nearest_convolution(rows, index, is_seen)
         content, key = (x * count / (count - 1) for x in (content, key))
         position = convolution - entropy(mean).mean() - content / count
-        # Every query sees all tokens off the grid, so that the even attention is known in closed form.
+        # Every query sees all tokens off the grid, so that the even attention is known in closed
+        # form.
         shares = mean.mean((0, 1))[np.isnan(places[1]).any(-1)]
         on_grid, keys = 1 - shares.sum(), a.shape[-1]
         prefix = sum(share * np.log(share * keys) for share in shares)
@@ -206,8 +208,11 @@ def anatomy(weights: np.ndarray, places: tuple[Any, Any], seen: np.ndarray) -> A
 
 
 def shifted(windows: int) -> np.ndarray:
-    """Return which keys of 2 x 3 windows are visible on a grid of 8 x 15 that is rolled by (1, 1)."""
-    # Rows and columns before the roll: a window at the seam holds cells of opposite sides of the image.
+    """Return which keys of 2 x 3 windows are visible on a grid of 8 x 15 that is rolled by (1,
+    1).
+    """
+    # Rows and columns before the roll: a window at the seam holds cells of opposite sides of the
+    # image.
     y, x = np.indices((8, 15)) + 1
     region = (y >= 8) * 2 + (x >= 15)
     cut = region.reshape(4, 2, 5, 3).transpose(0, 2, 1, 3).reshape(windows, 6)
@@ -231,7 +236,9 @@ class Grouped(nn.Module):
 @pytest.mark.study(but=["swin", "grouped"])
 @pytest.mark.parametrize("name", ["vit", "swin", "grouped"])
 def test_equals_brute_force(name: str) -> None:
-    """Registers, shifted windows that hide keys, grouped queries, and images of which two batches are odd."""
+    """Registers, shifted windows that hide keys, grouped queries, and images of which two batches
+    are odd.
+    """
     make = {"vit": lambda: vit(reg_tokens=2), "swin": lambda: sharpen(swin(), 3)}
     model = make.get(name, Grouped)().double()
     x = images(5, 3, 32, 60) if name == "swin" else IMAGE
@@ -300,7 +307,9 @@ def test_masks_that_differ_between_images_are_named() -> None:
 
 
 class Unfused(nn.Module):
-    """Attention of three heads between 5 x 7 patches, with a function of their logits; and an oracle of selectivity."""
+    """Attention of three heads between 5 x 7 patches, with a function of their logits; and an
+    oracle of selectivity.
+    """
 
     num_heads = 3
 
@@ -318,9 +327,7 @@ class Unfused(nn.Module):
 
 
 # Each query sees its own key and about two in three of the others.
-SEEN = (
-    torch.rand(35, 35, generator=torch.Generator().manual_seed(0)) > 0.3
-) | torch.eye(35).bool()
+SEEN = (torch.rand(35, 35, generator=torch.Generator().manual_seed(0)) > 0.3) | torch.eye(35).bool()
 # What is done to the logits, and how many keys each query then sees.
 LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "mask": (lambda x: x + torch.where(SEEN, 0, -100.0), SEEN.sum(-1)),
@@ -353,7 +360,9 @@ def test_keys_that_a_model_masks_itself_do_not_count(name: str) -> None:
 
 
 def test_kernels_are_those_of_the_convolutions() -> None:
-    """With relative biases only, the kernel is the exponential of the bias; GPSA has offsets beyond the image."""
+    """With relative biases only, the kernel is the exponential of the bias; GPSA has offsets beyond
+    the image.
+    """
     layer = gpsa().eval()
     probes = [*tcnn_probe.DEFAULT, "offset-kernel"]
     with torch.no_grad(), tcnn_probe.record(layer, probes=probes) as recorder:

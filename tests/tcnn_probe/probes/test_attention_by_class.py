@@ -35,10 +35,10 @@ def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
     return classes_of(recorder.tree, shape).isel(epoch=-1).load()
 
 
-def check(
-    ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any
-) -> None:
-    """Compare maps entry by entry; ``classes`` are the expected classes of all images, or None for the best three."""
+def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any) -> None:
+    """Compare maps entry by entry; ``classes`` are the expected classes of all images, or None for
+    the best three.
+    """
     maps, scores = truth(copy.deepcopy(model), x)
     assert ds.attention_by_class.dims == ("image", "class", "y", "x")
     assert ds.attention_by_class.dtype == ds.class_score.dtype == np.float32
@@ -53,7 +53,8 @@ def check(
         assert ds.class_index[place].values.tolist() == best
         for rank, c in enumerate(best):
             attention = ds.attention_by_class[place, rank].values
-            # Weights are at most 1; maps are in float32, the reference in float64. Scores are not bounded by 1.
+            # Weights are at most 1; maps are in float32, the reference in float64. Scores are not
+            # bounded by 1.
             np.testing.assert_allclose(
                 attention, maps[image, c].reshape(attention.shape), atol=1e-5
             )
@@ -128,7 +129,9 @@ def test_statistics_of_a_layer_with_a_token_per_class() -> None:
     "classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"]
 )
 def test_number_of_classes_may_equal_other_sizes(classes: int) -> None:
-    """A token per class is recognised by its pool, not by its number: there are 15 patches and 24 channels."""
+    """A token per class is recognised by its pool, not by its number: there are 15 patches and 24
+    channels.
+    """
     model = network(classes)
     x = pictures(3)
     recorder = recorded(model, x, images=2)
@@ -137,9 +140,7 @@ def test_number_of_classes_may_equal_other_sizes(classes: int) -> None:
     check(ds, model, x, [0, 1], None)
     assert "class_attention" not in recorder.tree["maps/1x3x5"]
     assert recorder.layers == (LAYER,)
-    assert (
-        recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
-    )
+    assert recorder.dataset.get("attention_distance", xr.DataArray(np.nan)).isnull().all()
 
 
 class Wrapped(nn.Module):
@@ -165,12 +166,7 @@ DEEP = "pools.0.pool.block.attn"
 def test_a_nested_pool_called_by_keyword() -> None:
     model = Wrapped(lambda scores: scores)
     x = pictures(5)
-    ds = (
-        recorded(model, x, images=5)
-        .tree["maps/classes/2x4"]
-        .to_dataset()
-        .sel(layer=DEEP, epoch=0)
-    )
+    ds = recorded(model, x, images=5).tree["maps/classes/2x4"].to_dataset().sel(layer=DEEP, epoch=0)
     check(ds, model, x, range(5), None)
 
 
@@ -185,10 +181,7 @@ def test_an_output_that_is_not_a_score_per_class(output: Any) -> None:
     recorder = recorded(model, x, images=2)
     assert "classes" not in recorder.tree["maps"].children
     for name in ("attention_by_class", "class_index", "class_score"):
-        assert (
-            r"its output does not have the shape (2, 11)"
-            in recorder.missing[name][DEEP]
-        )
+        assert r"its output does not have the shape (2, 11)" in recorder.missing[name][DEEP]
         assert "classes=[...]" in recorder.missing[name][DEEP]
     ds = recorded(model, x, images=2, classes=[5]).tree["maps/classes/2x4"].to_dataset()
     assert ds.class_score.isnull().all()
@@ -196,7 +189,9 @@ def test_an_output_that_is_not_a_score_per_class(output: Any) -> None:
 
 
 def test_a_part_of_the_model_called_by_itself_has_no_best_classes() -> None:
-    """forward_head() gives features, from which best classes cannot be known; maps of named classes are kept."""
+    """forward_head() gives features, from which best classes cannot be known; maps of named classes
+    are kept.
+    """
     model = network()
     x = pictures()
     expected = truth(copy.deepcopy(model), x)[0]
@@ -215,9 +210,7 @@ def test_a_part_of_the_model_called_by_itself_has_no_best_classes() -> None:
             assert "classes" not in recorder.tree["maps"].children
         else:
             attention = maps_of(recorder).attention_by_class.values.reshape(3, 2, -1)
-            np.testing.assert_allclose(
-                attention, expected[IMAGES][:, classes], atol=1e-5
-            )
+            np.testing.assert_allclose(attention, expected[IMAGES][:, classes], atol=1e-5)
             assert "attention_by_class" not in recorder.missing
 
 
@@ -254,9 +247,7 @@ def test_two_grids_have_two_groups() -> None:
     for shape, batch, images in (("3x5", x, [0, 1]), ("5x2", tall, [2, 3])):
         ds = maps_of(recorder, shape)
         assert ds.image[ds.class_index[:, 0] >= 0].values.tolist() == images
-        check(
-            ds.sel(image=images).assign_coords(image=[0, 1]), model, batch, [0, 1], None
-        )
+        check(ds.sel(image=images).assign_coords(image=[0, 1]), model, batch, [0, 1], None)
 
 
 def test_classes_that_disappear_while_recording() -> None:
@@ -275,16 +266,12 @@ def test_classes_that_disappear_while_recording() -> None:
             match="expected indices of classes below 5, got 9",
         ):
             model.eval()(x)
-        with pytest.raises(
-            RuntimeError, match="nothing to mark: no image in eval mode reached"
-        ):
+        with pytest.raises(RuntimeError, match="nothing to mark: no image in eval mode reached"):
             recorder.mark(epoch=1)
 
 
 @pytest.mark.parametrize(("stored", "classes"), [(3, None), ([0, 1], [1, 0])], ids=str)
-def test_a_store_of_other_classes_is_refused(
-    tmp_path: Path, stored: Any, classes: Any
-) -> None:
+def test_a_store_of_other_classes_is_refused(tmp_path: Path, stored: Any, classes: Any) -> None:
     path = tmp_path / "run.zarr"
     model = network()
     recorded(model, pictures(), store=path, images=2, classes=stored)
@@ -303,18 +290,14 @@ def test_only_maps_of_selected_images_are_computed(
     requests: list[int | None] = []
     weights = SoftmaxAttention.weights
 
-    def counted(
-        self: SoftmaxAttention, queries: slice, image: int | None = None
-    ) -> Tensor:
+    def counted(self: SoftmaxAttention, queries: slice, image: int | None = None) -> Tensor:
         requests.append(image)
         return weights(self, queries, image)
 
     monkeypatch.setattr(SoftmaxAttention, "weights", counted)
     with (
         torch.no_grad(),
-        tcnn_probe.record(
-            model := network(), images=[2, 5], probes="attention-by-class"
-        ),
+        tcnn_probe.record(model := network(), images=[2, 5], probes="attention-by-class"),
     ):
         model(pictures())
     # Rows of other images would cost as much, and be discarded.
@@ -324,12 +307,12 @@ def test_only_maps_of_selected_images_are_computed(
 def test_selected_images_and_forwards_only() -> None:
     model = network()
     x = pictures()
-    ds = maps_of(
-        recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
-    )
+    ds = maps_of(recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2))
     check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
     assert (ds.class_index.sel(image=[3, 5]) == -1).all()
     maps = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
-    assert maps.attention_by_class.isnull().all(
-        ("class", "y", "x")
-    ).values.tolist() == [False, False, True]
+    assert maps.attention_by_class.isnull().all(("class", "y", "x")).values.tolist() == [
+        False,
+        False,
+        True,
+    ]

@@ -1,4 +1,6 @@
-"""Parts of the class token's row: its map, itself and other tokens, equal to brute force in float64 up to 1e-5."""
+"""Parts of the class token's row: its map, itself and other tokens, equal to brute force in float64
+up to 1e-5.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ pytestmark = pytest.mark.numerical
 
 @dataclass(frozen=True)
 class Row:
-    """Position of a class token among the queries and the keys, and the number of keys that lie on no grid."""
+    """Position of a class token among the queries and the keys, and the number of keys that lie on
+    no grid.
+    """
 
     prefix: int
     key: int | None
@@ -56,17 +60,15 @@ def transformer(name: str, **options: object) -> nn.Module:
 
 def with_latents(count: int, pool_type: str = "token") -> nn.Module:
     model = transformer("vit_base_patch16_siglip_224", depth=1)
-    model.attn_pool = AttentionPoolLatent(
-        24, num_heads=3, latent_len=count, pool_type=pool_type
-    )
+    model.attn_pool = AttentionPoolLatent(24, num_heads=3, latent_len=count, pool_type=pool_type)
     return model
 
 
 def unpadded() -> nn.Module:
-    """Return a model with 5 x 14 patches for 23 x 41 pixels, whose grid only the input of its pool shows."""
-    return nn.Sequential(
-        nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0)
-    )
+    """Return a model with 5 x 14 patches for 23 x 41 pixels, whose grid only the input of its pool
+    shows.
+    """
+    return nn.Sequential(nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0))
 
 
 BLOCKS = ("blocks.0.attn", "blocks.1.attn")
@@ -164,9 +166,7 @@ def test_equals_brute_force(case: Case) -> None:
             if "class_" in name or "token" in name
         )
     if not any(row.distillation for row in case.rows.values()):
-        assert not any(
-            "distillation" in name for group in maps.values() for name in group
-        )
+        assert not any("distillation" in name for group in maps.values() for name in group)
 
 
 def check(
@@ -190,17 +190,11 @@ def check(
         parts["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=2e-5
     )
     prefix_tokens = [place for place in range(count) if place != key]
-    np.testing.assert_allclose(
-        parts["token_attention"], row[..., prefix_tokens].sum(-1), atol=1e-5
-    )
-    itself = maps.get(
-        f"{prefix}self_attention", xr.full_like(parts["token_attention"], np.nan)
-    )
+    np.testing.assert_allclose(parts["token_attention"], row[..., prefix_tokens].sum(-1), atol=1e-5)
+    itself = maps.get(f"{prefix}self_attention", xr.full_like(parts["token_attention"], np.nan))
     expected = row[..., key] if key is not None else np.full(row.shape[:2], np.nan)
     np.testing.assert_allclose(itself, expected, atol=1e-5)
-    total = (
-        parts["attention"].sum(("y", "x")) + itself.fillna(0) + parts["token_attention"]
-    )
+    total = parts["attention"].sum(("y", "x")) + itself.fillna(0) + parts["token_attention"]
     np.testing.assert_allclose(total, 1, atol=1e-6)
 
 
@@ -209,10 +203,7 @@ def test_statistics_of_the_distillation_token() -> None:
     model = peaked(transformer("deit_tiny_distilled_patch16_224"))
     pictures = torch.randn(5, 3, *SIZE)
     rows = np.stack(
-        [
-            reference.weights.numpy()[:, :, 1]
-            for reference in attention_of(model, pictures)
-        ]
+        [reference.weights.numpy()[:, :, 1] for reference in attention_of(model, pictures)]
     )
     ds = recorded(model, pictures).dataset.isel(epoch=0)
     np.testing.assert_allclose(
@@ -223,10 +214,10 @@ def test_statistics_of_the_distillation_token() -> None:
     )
 
 
-def test_a_users_distillation_token_is_recognised_and_a_latent_has_no_position() -> (
-    None
-):
-    """There are two tokens before the grid; the model has ``dist_token``, so the second one is for distillation."""
+def test_a_users_distillation_token_is_recognised_and_a_latent_has_no_position() -> None:
+    """There are two tokens before the grid; the model has ``dist_token``, so the second one is for
+    distillation.
+    """
     model = peaked(transformer("vit_tiny_patch16_224", reg_tokens=1))
     pictures = torch.randn(5, 3, *SIZE)
     assert "distillation_attention" not in maps_of(model, pictures)["blocks.0.attn"]
@@ -235,6 +226,5 @@ def test_a_users_distillation_token_is_recognised_and_a_latent_has_no_position()
     recorder = recorded(peaked(with_latents(1)), pictures, images=1)
     assert "latents" in recorder.missing["self_attention"]["attn_pool"]
     assert not any(
-        name.startswith("distillation") or "by_class" in name
-        for name in recorder.missing
+        name.startswith("distillation") or "by_class" in name for name in recorder.missing
     )

@@ -27,9 +27,7 @@ def mlp_model(block: type[nn.Module]) -> nn.Module:
 def share_of_small(*layers: nn.Linear) -> float:
     small, count = 0, 0
     for layer in layers:
-        weights = [
-            abs(w) for row in layer.weight.detach().double().tolist() for w in row
-        ]
+        weights = [abs(w) for row in layer.weight.detach().double().tolist() for w in row]
         small += sum(w < 0.05 * max(weights) for w in weights)
         count += len(weights)
     return small / count
@@ -39,9 +37,7 @@ def share_of_small(*layers: nn.Linear) -> float:
 def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
     model = mlp_model(block)
     for epoch in range(2):
-        with tcnn_probe.record(
-            model, tmp_path / "run.zarr", probes="cross-patch"
-        ) as recorder:
+        with tcnn_probe.record(model, tmp_path / "run.zarr", probes="cross-patch") as recorder:
             recorder.mark(epoch=epoch)  # no forward is needed
         for layer in ("blocks.0", "blocks.1"):
             block_module = model.get_submodule(layer)
@@ -60,22 +56,22 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
             for name, layers in expected.items():
                 # Some weights are small and others are not, so that another threshold would show.
                 assert 0.1 < float(ds[name]) < 1
-                assert float(ds[name]) == pytest.approx(
-                    share_of_small(*layers), rel=1e-12
-                )
+                assert float(ds[name]) == pytest.approx(share_of_small(*layers), rel=1e-12)
         with torch.no_grad():
             # One large weight makes all others small, only in the next epoch.
             model.blocks[1].mlp_channels.fc2.weight[0, 0] = 1e6
 
 
 def test_threshold_is_not_rounded_to_half_precision() -> None:
-    """5 % of 1.0078125 is 0.0504, which bfloat16 would round to 0.0503, the value of the weights below."""
+    """5 % of 1.0078125 is 0.0504, which bfloat16 would round to 0.0503, the value of the weights
+    below.
+    """
     model = mlp_model(ResBlock).to(torch.bfloat16)
     with torch.no_grad():
         model.blocks[0].linear_tokens.weight.fill_(0.05029296875)[0, 0] = 1.0078125
     with tcnn_probe.record(model, probes="cross-patch", layers="blocks.0") as recorder:
         recorder.mark(epoch=0)
     # All 6 x 6 weights but the large one are small.
-    assert recorder.tree[
-        "cross-patch"
-    ].to_dataset().cross_patch_sparsity.item() == pytest.approx(35 / 36)
+    assert recorder.tree["cross-patch"].to_dataset().cross_patch_sparsity.item() == pytest.approx(
+        35 / 36
+    )

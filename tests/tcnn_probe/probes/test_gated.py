@@ -1,4 +1,6 @@
-"""Recorded statistics of gated layers, ours and timm's ConViT, against brute force on each layer's own input."""
+"""Recorded statistics of gated layers, ours and timm's ConViT, against brute force on each layer's
+own input.
+"""
 
 import copy
 import math
@@ -32,23 +34,21 @@ MEASURED = ("entropy", "content_entropy", "positional_entropy", "attention_dista
 
 def images(count: int = 7, channels: int = 2) -> Tensor:
     # 5 x 11 pixels are not square, and both sides are prime.
-    return torch.randn(
-        count, channels, 5, 11, generator=torch.Generator().manual_seed(3)
-    )
+    return torch.randn(count, channels, 5, 11, generator=torch.Generator().manual_seed(3))
 
 
-def record_epoch(
-    model: nn.Module, x: Tensor, split: Sequence[int] = (7,)
-) -> xr.Dataset:
+def record_epoch(model: nn.Module, x: Tensor, split: Sequence[int] = (7,)) -> xr.Dataset:
     return recorded(model, *x.split(list(split))).dataset.load()
 
 
 def assert_layer(
     ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5
 ) -> None:
-    """Assert that the last epoch has the means over images of ``expected``, and NaN for heads that the layer lacks.
+    """Assert that the last epoch has the means over images of ``expected``, and NaN for heads that
+    the layer lacks.
 
-    Rounding of 1e-5 nat or pixel is that of float32 sums over some hundred pixels, with logits of up to about ten.
+    Rounding of 1e-5 nat or pixel is that of float32 sums over some hundred pixels, with logits of
+    up to about ten.
     """
     for name in expected:
         got = ds[name].sel(layer=layer).values[-1]
@@ -60,7 +60,8 @@ def assert_layer(
 
 
 @pytest.mark.parametrize(
-    # In float64 the tolerance is 1e-11, because float32's rounding could hide that a small term is missing.
+    # In float64 the tolerance is 1e-11, because float32's rounding could hide that a small term is
+    # missing.
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float64, 1e-11)],
     ids=str,
@@ -72,9 +73,7 @@ def test_means_over_images_equal_brute_force_for_any_batches(
     # An empty batch comes first, as from a loader of a split data set, and then an uneven split.
     ds = record_epoch(model, x, (0, 3, 4))
     for name, layer_input in inputs_of(model, ["near", "far"], x).items():
-        assert_layer(
-            ds, name, gpsa_statistics(model.get_submodule(name), layer_input), tolerance
-        )
+        assert_layer(ds, name, gpsa_statistics(model.get_submodule(name), layer_input), tolerance)
     assert ds.images.values.tolist() == [[7, 7]]
     assert ds.nonfinite_images.values.tolist() == [[0, 0]]
 
@@ -101,14 +100,12 @@ def test_parameters_are_recorded_at_the_mark() -> None:
         for epoch in range(2):
             model(images())
             model.far.gating.data += 1
-            # The parameters change after the forward, as by an optimizer's step, and those at the mark are recorded.
-            # The factor of 1.5 moves heads with different centres differently.
+            # The parameters change after the forward, as by an optimizer's step, and those at the
+            # mark are recorded. The factor of 1.5 moves heads with different centres differently.
             model.near.center.data *= 1.5
             recorder.mark(epoch=epoch)
             for name, layer in gpsa_layers(model).items():
-                row = recorder.dataset.sel(
-                    layer=name, epoch=epoch, head=slice(0, layer.heads - 1)
-                )
+                row = recorder.dataset.sel(layer=name, epoch=epoch, head=slice(0, layer.heads - 1))
                 alpha = layer.locality_strength.detach()
                 np.testing.assert_allclose(
                     row.gate, torch.sigmoid(layer.gating.detach()), rtol=1e-6
@@ -159,9 +156,7 @@ def test_layer_called_twice_on_inputs_of_different_sizes_changed_by_a_hook() -> 
     # The hook changes the input of the layer, from which statistics are computed.
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
-        layer_inputs = [
-            x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())
-        ]
+        layer_inputs = [x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())]
         with tcnn_probe.record(model) as recorder:
             model(small)
             model(large)
@@ -186,9 +181,7 @@ def test_statistics_under_autocast() -> None:
         attention = model[0].gated_attention(x)
     # This shows that autocast has an effect.
     assert attention.query.dtype == torch.bfloat16
-    assert_layer(
-        ds, "0", gpsa_statistics_of_qk(model[0], x, attention.query, attention.key)
-    )
+    assert_layer(ds, "0", gpsa_statistics_of_qk(model[0], x, attention.query, attention.key))
 
 
 LAYERS = ["blocks.0.attn", "blocks.1.attn"]
@@ -196,7 +189,9 @@ LAYERS = ["blocks.0.attn", "blocks.1.attn"]
 
 @torch.no_grad()
 def convit(side: int = 5) -> nn.Module:
-    """Return a ConViT of two GPSA blocks with 9 heads on side x side tokens, and one block with a class token."""
+    """Return a ConViT of two GPSA blocks with 9 heads on side x side tokens, and one block with a
+    class token.
+    """
     # ConViT's initial heads form a square kernel, here of 9 heads.
     options = {
         "depth": 3,
@@ -223,13 +218,13 @@ def convit(side: int = 5) -> nn.Module:
 
 def tokens(side: int = 5) -> Tensor:
     # Images are square, as timm's ConViT has no other grids.
-    return torch.randn(
-        5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1)
-    )
+    return torch.randn(5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1))
 
 
 def offsets(side: int) -> tuple[Tensor, Tensor]:
-    """Return offsets of keys from queries, (N, N) along y and x, for row-major tokens on a square."""
+    """Return offsets of keys from queries, (N, N) along y and x, for row-major tokens on a
+    square.
+    """
     index = torch.arange(side * side)
     row = (index // side).double()
     column = (index % side).double()
@@ -255,12 +250,8 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     return summarise(layer.get_attention(x), content, positional, torch.sqrt(squared))
 
 
-@pytest.mark.parametrize(
-    ("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str
-)
-def test_convit_equals_brute_force_on_each_layers_input(
-    side: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str)
+def test_convit_equals_brute_force_on_each_layers_input(side: int, dtype: torch.dtype) -> None:
     model = convit(side).to(dtype)
     x = tokens(side).to(dtype)
     with default_dtype(dtype):
@@ -270,7 +261,8 @@ def test_convit_equals_brute_force_on_each_layers_input(
     assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]
     assert ds.images.values.tolist() == [[5, 5, 5]]
     for name, layer_input in inputs.items():
-        # timm's layer rounds its weights and products to bfloat16, and brute force knows only its inputs.
+        # timm's layer rounds its weights and products to bfloat16, and brute force knows only its
+        # inputs.
         assert_layer(
             ds,
             name,
@@ -281,7 +273,9 @@ def test_convit_equals_brute_force_on_each_layers_input(
 
 @torch.no_grad()
 def test_span_of_attention_that_grows_with_distance_is_missing() -> None:
-    """ConViT's strengths are free: a head's may become negative; its radius on the grid is still that of its P."""
+    """ConViT's strengths are free: a head's may become negative; its radius on the grid is still
+    that of its P.
+    """
     model = convit()
     layer = model.get_submodule(LAYERS[0])
     layer.pos_proj.weight[1, 2] = 0.7  # alpha = -0.7
@@ -312,8 +306,7 @@ def test_convits_recorded_parameters_give_its_positional_attention() -> None:
     for name in LAYERS:
         row = ds.sel(layer=name, epoch=0)
         alpha, y, x = (
-            row[v].values[:, None, None]
-            for v in ("locality_strength", "center_y", "center_x")
+            row[v].values[:, None, None] for v in ("locality_strength", "center_y", "center_x")
         )
         logits = -alpha * ((dy - y) ** 2 + (dx - x) ** 2)
         rebuilt = torch.softmax(torch.from_numpy(logits), -1)
@@ -367,13 +360,9 @@ def test_queries_and_keys_are_not_computed_again(
     formed = list[Any]()
     layers = [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
     for layer in layers:
-        owner, name = (
-            (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
-        )
+        owner, name = (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
         form = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda x, form=form: formed.append(1) or form(x)
-        )
+        monkeypatch.setattr(owner, name, lambda x, form=form: formed.append(1) or form(x))
     recorded(model, x, x)
     # They are computed once in each of two forwards, which takes a twentieth of the forward.
     assert len(formed) == 2 * len(layers)
@@ -383,8 +372,8 @@ def test_a_layer_that_computes_queries_and_keys_in_parts() -> None:
     class InParts(GPSA):
         def forward(self, x: Tensor) -> Tensor:
             output = torch.cat(
-                # The images are processed in parts, as memory may require; the last queries and keys are not those of
-                # all images.
+                # The images are processed in parts, as memory may require; the last queries and
+                # keys are not those of all images.
                 [super(InParts, self).forward(part) for part in x.split(2)]
             )
             return output + super().forward(0 * x[:1])

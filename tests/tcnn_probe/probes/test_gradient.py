@@ -24,9 +24,7 @@ pytestmark = pytest.mark.numerical
 
 
 def squares(gradients: list[np.ndarray]) -> float:
-    return float(
-        sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients)
-    )
+    return float(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients))
 
 
 def grad(parameter: nn.Parameter) -> np.ndarray:
@@ -34,24 +32,20 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 
 
 def of_linear(layer: Any, head: int) -> float:
-    """Return the sum of squares for one head: its rows of queries, keys and values, and columns of the projection."""
+    """Return the sum of squares for one head: its rows of queries, keys and values, and columns of
+    the projection.
+    """
     # Layers have one matrix for queries, keys and values, one for each, or one for two of them.
     size = layer.proj.in_features // layer.num_heads
     grads = []
     for name in ("qkv", "q", "k", "v", "qk"):
-        for parameter in getattr(
-            getattr(layer, name, None), "_parameters", {}
-        ).values():
+        for parameter in getattr(getattr(layer, name, None), "_parameters", {}).values():
             if parameter is not None:
                 starts = range(head * size, len(parameter), size * layer.num_heads)
                 grads += [grad(parameter)[start : start + size] for start in starts]
     grads.append(grad(layer.proj.weight)[:, head * size : (head + 1) * size])
     biases = [getattr(layer, name, None) for name in ("q_bias", "v_bias")]
-    grads += [
-        grad(bias)[head * size : (head + 1) * size]
-        for bias in biases
-        if bias is not None
-    ]
+    grads += [grad(bias)[head * size : (head + 1) * size] for bias in biases if bias is not None]
     if hasattr(layer, "pos_proj"):
         grads += [grad(layer.pos_proj.weight)[head], grad(layer.pos_proj.bias)[head]]
         grads.append(grad(layer.gating_param)[head])
@@ -68,9 +62,7 @@ def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
         grads += [getattr(layer, f"{x}_proj_weight").grad[rows].numpy() for x in "qkv"]
     grads += [part[rows].numpy() for part in layer.in_proj_bias.grad.chunk(3)]
     grads += [
-        bias.grad[0, 0, rows].numpy()
-        for bias in (layer.bias_k, layer.bias_v)
-        if bias is not None
+        bias.grad[0, 0, rows].numpy() for bias in (layer.bias_k, layer.bias_v) if bias is not None
     ]
     return squares([*grads, layer.out_proj.weight.grad[:, rows].numpy()])
 
@@ -88,10 +80,7 @@ def of_gpsa(layer: GPSA, head: int) -> float:
             x.numpy()
             for x in (
                 *grads,
-                *(
-                    p.grad[head]
-                    for p in (layer.raw_locality, layer.center, layer.gating)
-                ),
+                *(p.grad[head] for p in (layer.raw_locality, layer.center, layer.gating)),
             )
         ]
     )
@@ -100,28 +89,22 @@ def of_gpsa(layer: GPSA, head: int) -> float:
 def compare(
     model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
 ) -> None:
-    """Compare three backward passes in two epochs; norms are root mean squares over those of an epoch."""
+    """Compare three backward passes in two epochs; norms are root mean squares over those of an
+    epoch.
+    """
     # Factors differ in sign and size, as squares are averaged, and not gradients.
     weights = (1.0, -3.0)
     truth = {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
         layers = recorder.layers
-        heads = {
-            name: getattr(model.get_submodule(name), "num_heads", None)
-            for name in layers
-        }
-        heads = {
-            name: count or model.get_submodule(name).heads
-            for name, count in heads.items()
-        }
+        heads = {name: getattr(model.get_submodule(name), "num_heads", None) for name in layers}
+        heads = {name: count or model.get_submodule(name).heads for name, count in heads.items()}
         for epoch, times in enumerate([weights, (2.0,)]):
             for factor in times:
                 model.zero_grad()
                 step(model, batch, factor)
                 for name, count in heads.items():
-                    head_norms = [
-                        oracle(model.get_submodule(name), head) for head in range(count)
-                    ]
+                    head_norms = [oracle(model.get_submodule(name), head) for head in range(count)]
                     truth.setdefault((epoch, name), []).append(head_norms)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["gradient"].to_dataset().load()
@@ -138,7 +121,8 @@ def compare(
 
 @pytest.mark.parametrize(
     ("name", "about"),
-    # Queries, keys and values have a matrix each, or one with separate biases, or two with positions and gates.
+    # Queries, keys and values have a matrix each, or one with separate biases, or two with
+    # positions and gates.
     [
         ("cait_xxs24_224", {}),
         ("beitv2_base_patch16_224", {}),
@@ -174,7 +158,8 @@ class Multihead(nn.Module):
 
 @pytest.mark.parametrize(
     "about",
-    # The first has parameters outside the matrices, and the second separate matrices for queries, keys and values.
+    # The first has parameters outside the matrices, and the second separate matrices for queries,
+    # keys and values.
     [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}],
     ids=["bias", "other sizes"],
 )
@@ -196,7 +181,9 @@ def test_gradients_of_gpsa_layers() -> None:
 
 
 class Silence:
-    """Patch that zeroes all heads but one, so that parameters of the other heads get no gradient in any layout."""
+    """Patch that zeroes all heads but one, so that parameters of the other heads get no gradient in
+    any layout.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive = 0
@@ -232,12 +219,11 @@ def volo() -> nn.Module:
         "outlook_attention": (True, False),
         "num_classes": 3,
     }
-    return VOLO(
-        [1, 1], 64, embed_dims=[12, 15], num_heads=[3, 5], stem_hidden_dim=4, **about
-    )
+    return VOLO([1, 1], 64, embed_dims=[12, 15], num_heads=[3, 5], stem_hidden_dim=4, **about)
 
 
-# Each family lays out heads differently in its matrices; zeroed heads show which rows belong to which head.
+# Each family lays out heads differently in its matrices; zeroed heads show which rows belong to
+# which head.
 LAYOUTS = {
     "swin_tiny_patch4_window7_224": (
         {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
@@ -290,9 +276,7 @@ def test_layouts_of_heads_agree_with_what_heads_compute(
     about, size = LAYOUTS[name]
     torch.manual_seed(0)
     model = (
-        scattered(about()).eval()
-        if callable(about)
-        else small(name, **{"num_classes": 3} | about)
+        scattered(about()).eval() if callable(about) else small(name, **{"num_classes": 3} | about)
     )
     silence = Silence(monkeypatch)
     with tcnn_probe.record(model, probes="gradient") as recorder:
@@ -305,9 +289,7 @@ def test_layouts_of_heads_agree_with_what_heads_compute(
     assert max(heads.values()) > 1
     for layer, count in heads.items():
         for epoch in range(len(gradient_norms)):
-            heard = np.flatnonzero(
-                gradient_norms.sel(layer=layer, epoch=epoch).values[:count]
-            )
+            heard = np.flatnonzero(gradient_norms.sel(layer=layer, epoch=epoch).values[:count])
             assert list(heard) == [epoch % count], (layer, epoch)
 
 
@@ -329,7 +311,9 @@ def test_gradients_in_any_dtype(dtype: torch.dtype, rtol: float) -> None:
 
 
 def test_accumulated_passes_count_separately_and_overflows_not_at_all() -> None:
-    """The second pass before a step adds to .grad, but is measured alone; after infinities a scaler makes no step."""
+    """The second pass before a step adds to .grad, but is measured alone; after infinities a scaler
+    makes no step.
+    """
     model = Chain().train()
     x = torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
     recordings = []
@@ -354,7 +338,9 @@ def test_ranks_are_averaged() -> None:
 
 @pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])
 def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
-    """LeViT interleaves queries, keys and values of each head, and NesT the heads in each channel."""
+    """LeViT interleaves queries, keys and values of each head, and NesT the heads in each
+    channel.
+    """
     # Values are not needed, as only the layout is examined.
     with torch.device("meta"):
         model = timm.create_model(name)
@@ -367,9 +353,7 @@ def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
     with tcnn_probe.record(model, probes="gradient") as recorder:
         assert recorder.layers == ("head_of_ours",)
         attention = {
-            n
-            for n, m in model.named_modules()
-            if type(m).__name__.startswith("Attention")
+            n for n, m in model.named_modules() if type(m).__name__.startswith("Attention")
         }
         assert set(recorder.missing["gradient_norm"]) == attention
 
@@ -420,7 +404,9 @@ def test_an_epoch_of_training_only_can_be_marked_once_parameters_are_trained() -
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_gradients_and_attention_in_one_recording() -> None:
-    """Before the first training, gradients are NaN without a warning; without an evaluation, a mark is refused."""
+    """Before the first training, gradients are NaN without a warning; without an evaluation, a mark
+    is refused.
+    """
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:

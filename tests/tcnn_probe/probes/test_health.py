@@ -1,8 +1,9 @@
-"""Health probes compared with slow computations in float64, for models of three libraries and gated layers.
+"""Health probes compared with slow computations in float64, for models of three libraries and gated
+layers.
 
-Shares of sinks, diversity of queries, similarity of heads, histograms of entropies and largest logits are compared for
-every family of models in tests/tcnn_probe/attention, with the other numbers of heads. Values, outputs and tokens are
-compared here.
+Shares of sinks, diversity of queries, similarity of heads, histograms of entropies and largest
+logits are compared for every family of models in tests/tcnn_probe/attention, with the other numbers
+of heads. Values, outputs and tokens are compared here.
 """
 
 import copy
@@ -41,7 +42,9 @@ HEALTH = [*tcnn_probe.DEFAULT, "health"]
 
 @dataclass
 class Call:
-    """Queries, keys and values of a layer, (B, heads, N, d), and the tokens that entered its block, (B, N, C)."""
+    """Queries, keys and values of a layer, (B, heads, N, d), and the tokens that entered its block,
+    (B, N, C).
+    """
 
     query: Tensor
     key: Tensor
@@ -50,7 +53,8 @@ class Call:
 
 
 def projected(layer: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    # Libraries with a joint projection lay it out as (B, N, 3, heads, d), as timm and torchvision do.
+    # Libraries with a joint projection lay it out as (B, N, 3, heads, d), as timm and torchvision
+    # do.
     qkv = layer(x).unflatten(-1, (3, heads, -1))
     return tuple(qkv.permute(2, 0, 3, 1, 4))
 
@@ -65,9 +69,7 @@ def of_torchvision(block: nn.Module, x: Tensor) -> Call:
     # torchvision normalizes inside the block, so the tokens are those before the norm.
     attention = block.self_attention
     normalised = block.ln_1(x)
-    projection = nn.functional.linear(
-        normalised, attention.in_proj_weight, attention.in_proj_bias
-    )
+    projection = nn.functional.linear(normalised, attention.in_proj_weight, attention.in_proj_bias)
     parts = projection.unflatten(-1, (3, attention.num_heads, -1))
     return Call(*parts.permute(2, 0, 3, 1, 4), x)
 
@@ -183,7 +185,8 @@ def sink_ratios(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
 def of_outputs(outputs: np.ndarray) -> dict[str, np.ndarray]:
     """Return the norms and ranks of outputs (B, heads, N, d).
 
-    The rank is the participation ratio of squared singular values: 1 for a single direction, d for d equal ones.
+    The rank is the participation ratio of squared singular values: 1 for a single direction, d for
+    d equal ones.
     """
     squares = np.linalg.svd(outputs, compute_uv=False) ** 2
     rank = squares.sum(-1) ** 2 / (squares**2).sum(-1)
@@ -250,9 +253,7 @@ def block_inputs(model: nn.Module, case: Case, x: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
-def check(
-    ds: xr.Dataset, layer: str, expected: dict[str, np.ndarray], rtol: float
-) -> None:
+def check(ds: xr.Dataset, layer: str, expected: dict[str, np.ndarray], rtol: float) -> None:
     for name, value in expected.items():
         got = ds[name].sel(layer=layer)
         # The tolerance is both relative and absolute, as shares may be 0 and norms may be large.
@@ -285,7 +286,9 @@ def test_values_outputs_and_tokens(name: str) -> None:
 
 
 def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks in Swin's fused attention are per window, but outputs are over all windows of an image."""
+    """Sinks in Swin's fused attention are per window, but outputs are over all windows of an
+    image.
+    """
     # 4 x 6 patches in windows of 2 x 2.
     windows, keys = 6, 4
     model = SwinTransformer(
@@ -311,15 +314,13 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(nn.functional, "scaled_dot_product_attention", keep)
         model(x)
     ds = recorded(model, *x.split([2, 3]), probes="health").dataset.isel(epoch=0)
-    # Only the windows of the second block are shifted over the border. timm hides keys by adding -100; a learned
-    # position bias does not reach -50.
+    # Only the windows of the second block are shifted over the border. timm hides keys by adding
+    # -100; a learned position bias does not reach -50.
     assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
     for number, arrays in enumerate(calls):
         query, key, value, mask = (x.detach().numpy() for x in arrays)
         # A head has 21 / 3 = 7 channels.
-        logits = (query @ key.swapaxes(2, 3) / math.sqrt(7)).reshape(
-            -1, *mask.shape[-3:]
-        )
+        logits = (query @ key.swapaxes(2, 3) / math.sqrt(7)).reshape(-1, *mask.shape[-3:])
         weights = softmax_rows(logits + mask).reshape(len(query), 3, keys, keys)
         # Ranks are of all outputs of an image; sinks are of a single window.
         outputs = (weights @ value).reshape(IMAGES, windows, 3, keys, 7)
@@ -336,11 +337,11 @@ def test_class_token_behind_the_patches() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.patches = nn.Conv2d(3, 21, 4, stride=4)
-            # The class token is far longer than the patches, so that mistaking one for the other changes the numbers.
+            # The class token is far longer than the patches, so that mistaking one for the other
+            # changes the numbers.
             self.cls_token = nn.Parameter(50 * torch.randn(1, 1, 21))
             self.blocks = nn.ModuleList(
-                timm.models.vision_transformer.Block(21, 3, qkv_bias=True)
-                for _ in range(2)
+                timm.models.vision_transformer.Block(21, 3, qkv_bias=True) for _ in range(2)
             )
 
         def forward(self, x: Tensor) -> Tensor:
@@ -363,15 +364,16 @@ def test_class_token_behind_the_patches() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpsa", "wide gpsa", "convit"])
-def test_gated_layers_by_their_content_part(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sinks of a padded GPSA layer and of ConViT come from the content part, outputs from the whole attention."""
+def test_gated_layers_by_their_content_part(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks of a padded GPSA layer and of ConViT come from the content part, outputs from the whole
+    attention.
+    """
     # The limit is more than any layer has, so that no query is left out.
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
     if kind != "convit":
-        # With a padding of one, a 5 x 7 grid has 7 x 9 keys; 37 channels are more than the 35 queries.
+        # With a padding of one, a 5 x 7 grid has 7 x 9 keys; 37 channels are more than the 35
+        # queries.
         channels = 37 if kind == "wide gpsa" else 3
         layer = scatter(GPSA(channels, 4, 3, padding=1)).double()
         model = nn.Sequential(layer).eval()
@@ -379,9 +381,7 @@ def test_gated_layers_by_their_content_part(
         name = "0"
     else:
         model = sharpen(
-            timm.create_model(
-                "convit_tiny", img_size=48, depth=2, local_up_to_layer=2, embed_dim=2
-            )
+            timm.create_model("convit_tiny", img_size=48, depth=2, local_up_to_layer=2, embed_dim=2)
         ).double()
         x = torch.randn(7, 3, 48, 48)
         name = "blocks.1.attn"
@@ -421,7 +421,9 @@ def test_gated_layers_by_their_content_part(
 
 
 def test_half_precision() -> None:
-    """Numbers of a bfloat16 model, summed in float32, are close to float64 sums of the same queries and keys."""
+    """Numbers of a bfloat16 model, summed in float32, are close to float64 sums of the same queries
+    and keys.
+    """
     case = CASES["timm"]
     model = sharpen(case.make()).bfloat16()
     x = torch.randn(IMAGES, 3, 12, 20).bfloat16()
@@ -468,14 +470,17 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_separate_softmax_records_no_values() -> None:
-    """A softmax called on its own records all numbers but those of values; a silent head's norm and rank are 0."""
+    """A softmax called on its own records all numbers but those of values; a silent head's norm and
+    rank are 0.
+    """
     case = CASES["timm"]
     x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     with torch.no_grad():
         attention = model.blocks[0].attn
         for parameter in (attention.qkv.weight, attention.qkv.bias):
-            # The values of the first head are 7 of 21 channels, after the channels of queries and keys.
+            # The values of the first head are 7 of 21 channels, after the channels of queries and
+            # keys.
             parameter[2 * 21 : 2 * 21 + 7] = 0
     fused = recorded(model, x, probes="health").dataset.isel(epoch=0)
     for block in model.blocks:
@@ -499,9 +504,7 @@ def test_largest_value_over_ranks() -> None:
     def rank(*largest: float) -> EpochSums:
         # Minus infinity stands for no value yet; the mean is not asked for.
         terms = np.zeros(len(largest)), np.isfinite(largest).astype(float)
-        return EpochSums(
-            sums={"max_logit": terms}, largest={"max_logit": np.array(largest)}
-        )
+        return EpochSums(sums={"max_logit": terms}, largest={"max_logit": np.array(largest)})
 
     ranks = [rank(3, -2, -np.inf, -np.inf), EpochSums(), rank(1, 5, 7, -np.inf)]
     variables = tcnn_probe.PROBES["softmax"].variables

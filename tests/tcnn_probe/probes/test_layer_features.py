@@ -27,7 +27,9 @@ def tcnn() -> nn.Module:
 
 
 def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
-    """Return the layers' outputs in float32, as recorded, in the layer's own layout, (B, C, N) or (B, N, C)."""
+    """Return the layers' outputs in float32, as recorded, in the layer's own layout, (B, C, N) or
+    (B, N, C).
+    """
     arrays: dict[str, np.ndarray] = {}
     for name in names:
         keep = lambda _, __, out, name=name: arrays.__setitem__(  # noqa: E731
@@ -52,10 +54,7 @@ def recorded(
 
 def check(feature: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> None:
     """Compare features to within the rounding to float16 and of the mean in float32."""
-    assert (
-        abs(feature - expected)
-        <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms
-    ).all()
+    assert (abs(feature - expected) <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms).all()
 
 
 def cosines(tokens: np.ndarray) -> float:
@@ -93,13 +92,9 @@ def test_features_of_feature_maps_next_to_heads(tmp_path: Path) -> None:
 def test_features_of_tokens() -> None:
     torch.manual_seed(0)
     options = {"img_size": (32, 48), "depth": 2, "embed_dim": 12, "num_heads": 3}
-    model = sharpen(
-        timm.create_model("deit_tiny_distilled_patch16_224", **options)
-    ).eval()
+    model = sharpen(timm.create_model("deit_tiny_distilled_patch16_224", **options)).eval()
     x = images(5)
-    recorder = recorded(
-        model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2
-    )
+    recorder = recorded(model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2)
     features = recorder.tree["features"].dataset.isel(epoch=0)
     assert features.token.values.tolist() == ["mean", "0", "1"]
     for layer, output in outputs(model, x, "blocks.0", "blocks.1").items():
@@ -110,13 +105,9 @@ def test_features_of_tokens() -> None:
             features.token_cosine.sel(layer=layer), cosines(output[:, 2:]), rtol=1e-4
         )
         # The first two tokens are the class and the distillation token.
-        similarity = tcnn_probe.representation.token_cosine(
-            feature[:, 1:].astype(float)
-        )
+        similarity = tcnn_probe.representation.token_cosine(feature[:, 1:].astype(float))
         # Each of the two tokens, stored as float16, is off by up to 2^-11 of its length.
-        np.testing.assert_allclose(
-            similarity.mean(), cosines(output[:4, :2]), atol=2e-3
-        )
+        np.testing.assert_allclose(similarity.mean(), cosines(output[:4, :2]), atol=2e-3)
 
 
 def test_features_of_layers_with_channels_last() -> None:
@@ -150,13 +141,12 @@ def test_features_of_layers_with_channels_last() -> None:
 def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
     torch.manual_seed(0)
     cnn = (
-        scattered(
-            timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3)
-        )
+        scattered(timm.create_model("resnet10t", channels=(5, 7, 11, 13), num_classes=3))
         .double()
         .eval()
     )
-    # Gates and localities of 40 leave attention by position, on a single pixel per head: the convolution.
+    # Gates and localities of 40 leave attention by position, on a single pixel per head: the
+    # convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
     x = images(7, 64, 96).double()
@@ -167,13 +157,11 @@ def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
     }
     for layer in layers:
         pooled = {name: arrays[layer].mean((2, 3)) for name, arrays in of.items()}
-        similarity = tcnn_probe.representation.linear_cka(
-            of["cnn"][layer], of["same"][layer]
-        )
+        similarity = tcnn_probe.representation.linear_cka(of["cnn"][layer], of["same"][layer])
         assert similarity == pytest.approx(1, abs=1e-6)
-        assert tcnn_probe.representation.linear_cka(
-            pooled["cnn"], pooled["same"]
-        ) == pytest.approx(1, abs=1e-6)
+        assert tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["same"]) == pytest.approx(
+            1, abs=1e-6
+        )
         far = tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["other"])
         # Only the last stage is converted.
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
@@ -187,9 +175,7 @@ def test_accepted_forms_of_layers_and_images(tmp_path: Path) -> None:
     for layers, names in (("a[1]", ["a[1]"]), (None, ["s1"])):
         probe = tcnn_probe.features(layers, np.arange(3), tokens=[5])
         with (
-            tcnn_probe.record(
-                model.eval(), tmp_path / f"{layers}.zarr", probes=probe
-            ) as recorder,
+            tcnn_probe.record(model.eval(), tmp_path / f"{layers}.zarr", probes=probe) as recorder,
             torch.no_grad(),
         ):
             model(torch.randn(5, 3, 2, 3))

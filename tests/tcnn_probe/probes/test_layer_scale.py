@@ -1,4 +1,6 @@
-"""LayerScale's weights and the share of residual branches, compared with each block written out in float64."""
+"""LayerScale's weights and the share of residual branches, compared with each block written out in
+float64.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -85,10 +87,10 @@ def convnext(block: Any, x: Tensor) -> Pairs:
 def expected(
     model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str
 ) -> dict[str, np.ndarray]:
-    """Return, for each block, the mean over images of each branch's ratio, computed pixel by pixel in float64."""
-    calls = inputs_in_float64(
-        model, batch, lambda module: type(module).__name__ in classes
-    )
+    """Return, for each block, the mean over images of each branch's ratio, computed pixel by pixel
+    in float64.
+    """
+    calls = inputs_in_float64(model, batch, lambda module: type(module).__name__ in classes)
     ratios = {}
     with torch.no_grad():
         for name, (block, args, kwargs) in calls.items():
@@ -124,9 +126,7 @@ class Windows(nn.Module):
 
 def mlp_model(block: type) -> nn.Module:
     about = {"mlp_ratio": 4, "norm_layer": Affine} if block is ResBlock else {}
-    return MlpMixer(
-        3, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about
-    )
+    return MlpMixer(3, img_size=(32, 48), num_blocks=2, embed_dim=7, block_layer=block, **about)
 
 
 def focal_net() -> nn.Module:
@@ -150,9 +150,7 @@ def timms(name: str, **about: Any) -> Callable[[], nn.Module]:
 SMALL = (32, 48)
 SCALED = {"init_values": 0.3}
 # Every stage has a different width, so that no stage can be mistaken for another.
-CONVNEXT = partial(
-    timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13)
-)
+CONVNEXT = partial(timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13))
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Pairs], Any]] = {
     "vit": (timms("vit_tiny_patch16_224", **SCALED), vit, SMALL),
     "cait": (timms("cait_xxs24_224"), cait, SMALL),
@@ -173,7 +171,8 @@ CLASSES = [
 def test_ratio_equals_that_of_the_block_written_out(family: str) -> None:
     make, oracle, size = BLOCKS[family]
     torch.manual_seed(0)
-    # The initial LayerScale weights are all alike, so a wrong branch or block would have the right ratio.
+    # The initial LayerScale weights are all alike, so a wrong branch or block would have the right
+    # ratio.
     model = scattered(make().eval())
     batch = images(3, *size)
     # Batches have different sizes: one image, then two.
@@ -217,7 +216,9 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Any, int, bool]] = {
 @pytest.mark.study(but=["windows"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_the_branches_of_other_blocks_add_up_to_their_outputs(family: str) -> None:
-    """The recorder raises an error if main and residual branches differ from the output of the first image."""
+    """The recorder raises an error if main and residual branches differ from the output of the
+    first image.
+    """
     make, size, blocks, has_scale = OTHERS[family]
     torch.manual_seed(0)
     ds = recorded(scattered(make().eval()), "layer-scale", images(2, *size))
@@ -234,17 +235,14 @@ def test_scale_is_read_at_the_mark_and_is_1_for_branches_without_one() -> None:
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         for epoch in range(2):
             model(batch)
-            # The weight changes between the forward and the mark, and the value at the mark is recorded.
+            # The weight changes between the forward and the mark, and the value at the mark is
+            # recorded.
             model.blocks[0].ls1.gamma.mul_(2)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["layer-scale"].to_dataset().load()
     final = model.blocks[0].ls1.gamma.detach().double()
-    np.testing.assert_allclose(
-        ds.scale.sel(epoch=1, layer="blocks.0")[0], final, rtol=0
-    )
-    np.testing.assert_allclose(
-        ds.scale.sel(epoch=0, layer="blocks.0")[0], final / 2, rtol=0
-    )
+    np.testing.assert_allclose(ds.scale.sel(epoch=1, layer="blocks.0")[0], final, rtol=0)
+    np.testing.assert_allclose(ds.scale.sel(epoch=0, layer="blocks.0")[0], final / 2, rtol=0)
     np.testing.assert_array_equal(ds.scale.sel(layer="blocks.0")[:, 1], 1)
     np.testing.assert_allclose(
         ds.scale.sel(epoch=1, layer="blocks.1")[1],
@@ -259,7 +257,8 @@ def test_layer_scale_in_place() -> None:
     before = recorded(model, "layer-scale", batch)
     for block in model.blocks:
         block.ls1.inplace = block.ls2.inplace = True
-    # LayerScale in place overwrites the branch before the sum, so the ratio must be computed before that.
+    # LayerScale in place overwrites the branch before the sum, so the ratio must be computed before
+    # that.
     np.testing.assert_array_equal(
         recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio
     )
@@ -270,7 +269,9 @@ def test_layer_scale_in_place() -> None:
     ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )
 def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
-    """The model's own rounding, 2^-9 or 2^-12 per operation, is the only error, as norms are taken in float32."""
+    """The model's own rounding, 2^-9 or 2^-12 per operation, is the only error, as norms are taken
+    in float32.
+    """
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
     with torch.no_grad():
         # The sum of squares of such values overflows in float16.
@@ -285,8 +286,11 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
 
 
 def test_branches_in_training_are_measured_before_stochastic_depth() -> None:
-    """Branches of CaiT, which calls one DropPath twice, are measured undropped, relative to what they are added to."""
-    # The model has one block and drops half of the branches, so that eleven images contain both cases.
+    """Branches of CaiT, which calls one DropPath twice, are measured undropped, relative to what
+    they are added to.
+    """
+    # The model has one block and drops half of the branches, so that eleven images contain both
+    # cases.
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
     block = model.blocks[0]
     calls = {}
@@ -305,19 +309,15 @@ def test_branches_in_training_are_measured_before_stochastic_depth() -> None:
         (first, calls["norm1"][0]),
         (block.gamma_2 * calls["mlp"][1], calls["norm2"][0]),
     )
-    truth = [
-        (a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item()
-        for a, b in pairs
-    ]
-    np.testing.assert_allclose(
-        ds.residual_ratio.sel(layer="blocks.0"), truth, rtol=1e-5
-    )
+    truth = [(a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item() for a, b in pairs]
+    np.testing.assert_allclose(ds.residual_ratio.sel(layer="blocks.0"), truth, rtol=1e-5)
 
 
 def test_block_with_another_forward_is_left_alone() -> None:
     class Other(timm.models.vision_transformer.Block):
         def forward(self, x: Tensor, **rest: Any) -> Tensor:
-            # The class is a Block with a different sum, which would silently be read as that of a Block.
+            # The class is a Block with a different sum, which would silently be read as that of a
+            # Block.
             return super().forward(2 * x)
 
     model = small("vit_tiny_patch16_224", **VIT | {"block_fn": Other})

@@ -53,14 +53,11 @@ def test_mean_attention_of_gated_layers() -> None:
     # The gate is about a quarter and the content sharp, so that both parts contribute.
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
-    mean = (
-        recorded(nn.Sequential(layer).eval(), x)
-        .tree["mean-attention"]
-        .mean_attention[0, 0]
-    )
+    mean = recorded(nn.Sequential(layer).eval(), x).tree["mean-attention"].mean_attention[0, 0]
     # The axes are (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
-    # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the first row.
+    # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the
+    # first row.
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
     # Weights are at most 1 and stored as float32.
     np.testing.assert_allclose(mean, rows, atol=1e-6)

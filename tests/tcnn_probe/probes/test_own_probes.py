@@ -18,9 +18,7 @@ from tests.tcnn_probe.probes.scattered_models import VIT, images, small, step
 
 
 def variable(*dims: str) -> tcnn_probe.Variable:
-    return tcnn_probe.Variable(
-        ("layer", *dims), "1", "zeros", "Share of zeros after a ReLU."
-    )
+    return tcnn_probe.Variable(("layer", *dims), "1", "zeros", "Share of zeros after a ReLU.")
 
 
 ZEROS = tcnn_probe.Probe(
@@ -80,12 +78,8 @@ def test_largest_weight_of_each_head_next_to_built_in_probes_and_by_name() -> No
         # A notebook's cell that runs again defines the probe anew, perhaps with a correction.
         corrected = replace(LARGEST, detailed=True)
         assert tcnn_probe.register(corrected) is tcnn_probe.PROBES["largest"]
-        with pytest.raises(
-            ValueError, match="there is a probe of the kind 'largest' already"
-        ):
-            tcnn_probe.register(
-                tcnn_probe.Probe("largest", {}, attention=lambda call: {})
-            )
+        with pytest.raises(ValueError, match="there is a probe of the kind 'largest' already"):
+            tcnn_probe.register(tcnn_probe.Probe("largest", {}, attention=lambda call: {}))
         recorder = helpers.recorded(
             model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"]
         )
@@ -111,9 +105,7 @@ def test_largest_weight_of_each_head_next_to_built_in_probes_and_by_name() -> No
 def test_two_probes_may_want_the_same_submodules() -> None:
     def mean(call: Any) -> dict[str, Tensor]:
         return {
-            "mean": (
-                call.parts["2"].inputs[0].mean() + call.parts["2"].output.mean()
-            ).expand(7)
+            "mean": (call.parts["2"].inputs[0].mean() + call.parts["2"].output.mean()).expand(7)
         }
 
     model = network()
@@ -125,21 +117,19 @@ def test_two_probes_may_want_the_same_submodules() -> None:
             return {"2": module[2]}
 
     about = {"mean": variable()}
-    probes = [
-        OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")
-    ]
+    probes = [OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")]
     with tcnn_probe.record(model, probes=probes) as recorder, torch.no_grad():
         model(X)
         recorder.mark(epoch=0)
         truth = model[:2](X).mean() + model[:3](X).mean()
     for kind in ("one", "two"):
-        np.testing.assert_allclose(
-            recorder.tree[kind].to_dataset()["mean"], [[truth]], rtol=1e-5
-        )
+        np.testing.assert_allclose(recorder.tree[kind].to_dataset()["mean"], [[truth]], rtol=1e-5)
 
 
 def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
-    """Means are over the images that gave a variable; one that no layer had at the first mark is dropped, and told."""
+    """Means are over the images that gave a variable; one that no layer had at the first mark is
+    dropped, and told.
+    """
     late: list[bool] = []
 
     def measure(call: Any) -> Mapping[str, Tensor]:
@@ -160,9 +150,7 @@ def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
         "at_times": variable(),
         "never": variable("other"),
     }
-    probe = tcnn_probe.Probe(
-        "own", about | {"late": variable("few")}, nn.Conv2d, measure=measure
-    )
+    probe = tcnn_probe.Probe("own", about | {"late": variable("few")}, nn.Conv2d, measure=measure)
     model = network()
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         model(X[:3])
@@ -308,9 +296,7 @@ def test_errors_of_bad_probes_name_the_layer_and_leave_the_model_clean(
         (
             [
                 "softmax",
-                tcnn_probe.Probe(
-                    "own", {"entropy": variable()}, nn.ReLU, "", measure=oops
-                ),
+                tcnn_probe.Probe("own", {"entropy": variable()}, nn.ReLU, "", measure=oops),
             ],
             "other dimensions",
         ),
@@ -327,11 +313,11 @@ def test_unusable_probes_are_refused(probes: Any, message: str) -> None:
 
 
 def test_probe_without_a_layer_is_warned_about() -> None:
-    """A probe that finds no layer is warned about once; default probes of attention that the model lacks are not."""
+    """A probe that finds no layer is warned about once; default probes of attention that the model
+    lacks are not.
+    """
     model = network()
-    with tcnn_probe.record(
-        model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]
-    ) as recorder:
+    with tcnn_probe.record(model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]) as recorder:
         model(X)
         with pytest.warns(
             RuntimeWarning,

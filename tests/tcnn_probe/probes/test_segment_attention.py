@@ -1,4 +1,6 @@
-"""Attention between segments of tokens, compared pair by pair in float64 with segments written out in the tests."""
+"""Attention between segments of tokens, compared pair by pair in float64 with segments written out
+in the tests.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +43,8 @@ def brute_force(
 ) -> np.ndarray:
     """Return attention between segments: (images, heads, N_query, N_key) -> (heads, 5, 5).
 
-    Images count alike, however many of their queries are padding, where ``counted``, (images, N_query), is False.
+    Images count alike, however many of their queries are padding, where ``counted``, (images,
+    N_query), is False.
     """
     images, heads, *counts = weights.shape
     counted = np.ones((images, len(queries)), bool) if counted is None else counted
@@ -52,11 +55,7 @@ def brute_force(
             sums = np.zeros(5)
             seeing = 0.0
             for b in range(images):
-                chosen = [
-                    i
-                    for i, name in enumerate(queries)
-                    if name == segment and counted[b, i]
-                ]
+                chosen = [i for i, name in enumerate(queries) if name == segment and counted[b, i]]
                 for i in chosen:
                     # A query that sees nothing has a row of zeros and is left out of the average.
                     seeing += weights[b, h, i].any() / len(chosen)
@@ -74,7 +73,9 @@ def check(
     segments: Sequence[tuple[Sequence[str], Sequence[str]]],
     **options: Any,
 ) -> tcnn_probe.Recorder:
-    """Compare a recording of two uneven batches with brute force; segments are of each layer's queries and keys."""
+    """Compare a recording of two uneven batches with brute force; segments are of each layer's
+    queries and keys.
+    """
     recorder = recorded(model, *x.split([3, 2]), probes="segments", **options)
     ds = recorder.tree["segments"].dataset.isel(epoch=0)
     assert ds["query_segment"].values.tolist() == SEGMENTS
@@ -122,15 +123,15 @@ def test_class_attention() -> None:
 def test_windows() -> None:
     torch.manual_seed(0)
     options = {"embed_dim": 6, "depths": (2,), "num_heads": (3,), "window_size": 4}
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=(32, 48), **options
-    )
+    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=(32, 48), **options)
     tokens = ["patch"] * 16
     check(sharpen(model), torch.randn(5, 3, 32, 48), [(tokens, tokens)] * 2)
 
 
 class Named(nn.Module):
-    """Attention of patches joined to three learned tokens, which are a parameter of the given name."""
+    """Attention of patches joined to three learned tokens, which are a parameter of the given
+    name.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -145,9 +146,7 @@ class Named(nn.Module):
         return self.attend(x, x, x, need_weights=False)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "first"), [("register_tokens", "register"), ("tokens", "class")]
-)
+@pytest.mark.parametrize(("name", "first"), [("register_tokens", "register"), ("tokens", "class")])
 def test_registers_are_recognized_by_name(name: str, first: str) -> None:
     torch.manual_seed(0)
     tokens = [first, "register", "register", *PATCHES]
@@ -186,11 +185,11 @@ def test_tokens_that_do_not_belong_to_the_image(cross: bool) -> None:
 
 
 def test_bfloat16_attention_between_segments() -> None:
-    """Shares in bfloat16 equal those of the same bfloat16 queries and keys, which the stream gives in float32."""
+    """Shares in bfloat16 equal those of the same bfloat16 queries and keys, which the stream gives
+    in float32.
+    """
     torch.manual_seed(0)
-    model = sharpen(
-        timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
-    )
+    model = sharpen(timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT))
     model = model.bfloat16()
     x = torch.randn(2, 3, *SIDES).bfloat16()
     weights = {}
@@ -224,7 +223,9 @@ def test_bfloat16_attention_between_segments() -> None:
 def test_masked_queries_and_keys(
     form: str, kernel: bool, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries that see nothing are left out, on the path of the kernel and on that of the blocks."""
+    """Queries that see nothing are left out, on the path of the kernel and on that of the
+    blocks.
+    """
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
         monkeypatch.setattr(trial, "tried", by_kernel_alone)
@@ -241,12 +242,15 @@ def test_masked_queries_and_keys(
     tokens = special + ["patch"] * (GRID[0] * GRID[1])
     total = shares.double().sum(0)
     total = total / total.sum(-1, keepdim=True)
-    # The kernel recomputes the logits, sums of up to 80 in absolute terms, with as many eps of error.
+    # The kernel recomputes the logits, sums of up to 80 in absolute terms, with as many eps of
+    # error.
     np.testing.assert_allclose(total, brute_force(weights, tokens, tokens), atol=1e-5)
 
 
 def test_nan_stays_nan() -> None:
-    """An image of NaN has no shares, also if patches are the only keys, whose share is 1 otherwise."""
+    """An image of NaN has no shares, also if patches are the only keys, whose share is 1
+    otherwise.
+    """
     x = torch.randn(2, 3, *SIDES)
     x[:] = torch.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinite"):
@@ -284,9 +288,7 @@ def test_sums_of_ranks_add_up() -> None:
     together = EpochSums.together([*ranks, EpochSums()])
     numbers = together.finish(SEGMENT_ATTENTION.variables)
     total = shares.double().sum(0)
-    np.testing.assert_allclose(
-        numbers["segment_attention"], total / total.sum(-1, keepdim=True)
-    )
+    np.testing.assert_allclose(numbers["segment_attention"], total / total.sum(-1, keepdim=True))
 
 
 class Blind(nn.Module):

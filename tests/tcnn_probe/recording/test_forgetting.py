@@ -1,4 +1,6 @@
-"""Warnings about forgotten marks, other images and second evaluations, and the representation of a recorder."""
+"""Warnings about forgotten marks, other images and second evaluations, and the representation of a
+recorder.
+"""
 
 import gc
 import time
@@ -51,9 +53,7 @@ def test_leaving_without_a_mark_warns() -> None:
     ) as warnings:
         leave(model, 2, marks=True)
     assert warnings[0].filename == __file__
-    with pytest.warns(
-        RuntimeWarning, match="nothing was recorded, as nothing was marked"
-    ):
+    with pytest.warns(RuntimeWarning, match="nothing was recorded, as nothing was marked"):
         leave(model.train(), 1)
     model.eval()
     leave(model, 0)
@@ -67,7 +67,8 @@ def test_forwards_in_a_pause_are_not_measured() -> None:
 
     def fail(recorder: tcnn_probe.Recorder) -> None:
         with recorder.pause():
-            # A batch nine times as large and with other images would change the count and the entropies if measured.
+            # A batch nine times as large and with other images would change the count and the
+            # entropies if measured.
             model(9 * images(5))
             raise ZeroDivisionError
 
@@ -88,9 +89,7 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
     model = small("vit_tiny_patch16_224", **VIT)
     batch = torch.rand(1, 3, *VIT["img_size"])
 
-    def backward(
-        model: nn.Module, x: torch.Tensor, target: torch.Tensor
-    ) -> torch.Tensor:
+    def backward(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         model(x).square().sum().backward()
         return torch.ones(len(x), *x.shape[2:])
 
@@ -110,7 +109,9 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
 
 
 def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) -> None:
-    """A run warns once, and a later run again; neither the split into batches nor changes of other images matter."""
+    """A run warns once, and a later run again; neither the split into batches nor changes of other
+    images matter.
+    """
     model = vit()
     path = tmp_path / "run.zarr"
     x = images(6)
@@ -145,7 +146,8 @@ def test_repr_of_a_recorder(tmp_path: Path) -> None:
             recorder.mark(epoch=epoch)
     shown = repr(recorder)
     for part in (
-        "Recorder of Xcit, removed\n  layers: 1 (cls_attn_blocks.0.attn)\n  epochs: 5 (0, 1, ..., 4)\n",
+        "Recorder of Xcit, removed\n  layers: 1 (cls_attn_blocks.0.attn)\n  epochs: 5 (0, 1, ..., "
+        "4)\n",
         "  since the last epoch: 0 images\n",
         "  unsupported: blocks.0.attn: ",
         f"  kept in: {tmp_path}/a.zarr",
@@ -181,7 +183,9 @@ def test_a_dropped_recorder_leaves_no_hooks(tmp_path: Path) -> None:
 def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(
     tmp_path: Path,
 ) -> None:
-    """The garbage collector runs in whichever thread allocates memory, which may be the thread in which zarr reads."""
+    """The garbage collector runs in whichever thread allocates memory, which may be the thread in
+    which zarr reads.
+    """
     model = vit()
     place = tmp_path / "run.zarr"
     held = [tcnn_probe.record(model, place)]

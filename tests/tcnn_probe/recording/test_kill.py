@@ -1,4 +1,6 @@
-"""A recording killed at any moment keeps every epoch that it announced, and the next recording continues from there."""
+"""A recording killed at any moment keeps every epoch that it announced, and the next recording
+continues from there.
+"""
 
 import time
 from collections.abc import Callable

@@ -22,9 +22,7 @@ class Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = vit()
-        self.inner.blocks.extend(
-            block for seed in (1, 2) for block in vit(seed=seed).blocks
-        )
+        self.inner.blocks.extend(block for seed in (1, 2) for block in vit(seed=seed).blocks)
         # The last block has more heads than the others.
         attention = self.inner.blocks[4].attn
         attention.num_heads, attention.head_dim, attention.scale = 6, 2, 2**-0.5
@@ -53,10 +51,10 @@ def entropies_of(model: Skipping, x: Tensor) -> np.ndarray:
 
 @pytest.mark.study
 @pytest.mark.parametrize("place", ["memory", "directory", "resumed"])
-def test_layers_that_did_not_run_are_nan_with_the_reason(
-    place: str, tmp_path: Path
-) -> None:
-    """Layers stand in the order in which they ran first; earlier marks have no values of them, nor of their maps."""
+def test_layers_that_did_not_run_are_nan_with_the_reason(place: str, tmp_path: Path) -> None:
+    """Layers stand in the order in which they ran first; earlier marks have no values of them, nor
+    of their maps.
+    """
     model, x = Skipping(), images()
     path = None if place == "memory" else tmp_path / "run.zarr"
     truth = []
@@ -73,16 +71,9 @@ def test_layers_that_did_not_run_are_nan_with_the_reason(
     recorder.remove()
     ds, order = recorder.dataset, [1, 3, 0, 2, 4]
     assert ds.layer.values.tolist() == [f"inner.blocks.{n}.attn" for n in order]
-    np.testing.assert_allclose(
-        ds.entropy, np.stack(truth)[:, order], rtol=1e-5, atol=1e-6
-    )
-    has_run = {
-        f"inner.blocks.{number}.attn": [number in run for run in RUNS]
-        for number in order
-    }
-    np.testing.assert_array_equal(
-        ds.images.fillna(0), 3 * np.transpose([*has_run.values()])
-    )
+    np.testing.assert_allclose(ds.entropy, np.stack(truth)[:, order], rtol=1e-5, atol=1e-6)
+    has_run = {f"inner.blocks.{number}.attn": [number in run for run in RUNS] for number in order}
+    np.testing.assert_array_equal(ds.images.fillna(0), 3 * np.transpose([*has_run.values()]))
     maps = recorder.tree["maps"].children
     assert {*maps} == {"3x5x7", "6x5x7"}
     for node in maps.values():

@@ -1,4 +1,6 @@
-"""Arguments that mark() accepts: numbers of all kinds, epochs far apart or marked before, scalars that come and go."""
+"""Arguments that mark() accepts: numbers of all kinds, epochs far apart or marked before, scalars
+that come and go.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

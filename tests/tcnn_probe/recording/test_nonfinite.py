@@ -1,4 +1,6 @@
-"""Images that give NaN or infinities are left out, counted and warned about; the next epoch is clean."""
+"""Images that give NaN or infinities are left out, counted and warned about; the next epoch is
+clean.
+"""
 
 import warnings
 
@@ -37,9 +39,7 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
         # Images 0 and 2 of the first five are not finite, and image 1 of the second five.
         model(near=fine, far=images(value, 0.0, value).to(dtype))
         model(near=fine, far=images(0.0, value, 0.0).to(dtype))
-        with pytest.warns(
-            RuntimeWarning, match=r"left out of the means.*\{'far': 3\}"
-        ) as caught:
+        with pytest.warns(RuntimeWarning, match=r"left out of the means.*\{'far': 3\}") as caught:
             recorder.mark(epoch=0, top1=0.5)
         clean = images(0.0, 0.0, 0.0).to(dtype)
         for rows in ([1, 3, 4], [0, 2, 3, 4]):
@@ -55,9 +55,7 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
         assert np.isfinite(values).all(), name
         if name.endswith("_halves"):  # the half of an image depends on those before it
             continue
-        np.testing.assert_allclose(
-            values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name
-        )
+        np.testing.assert_allclose(values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("fused", [True, False])

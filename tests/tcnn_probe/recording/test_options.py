@@ -1,4 +1,6 @@
-"""Options that decide which forwards are measured: every=, max_images=, when=, layers=, images= and along=."""
+"""Options that decide which forwards are measured: every=, max_images=, when=, layers=, images= and
+along=.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from tests.tcnn_probe.contracts.helpers import (
 
 
 def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
-    """Each epoch's first forward and every n-th one after it are measured; forwards in the other mode do not count."""
+    """Each epoch's first forward and every n-th one after it are measured; forwards in the other
+    mode do not count.
+    """
     model = vit()
     batches = [images(2, seed) for seed in range(5)]
     with tcnn_probe.record(model, every=3) as recorder:
@@ -29,12 +33,11 @@ def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
                 model.train()(x)
                 model.eval()(x)
             recorder.mark(epoch=epoch)
-    # Forwards 0 and 3 of five are measured; if the count went on, the second epoch would have 1 and 4.
+    # Forwards 0 and 3 of five are measured; if the count went on, the second epoch would have 1 and
+    # 4.
     measured = torch.cat(batches[::3])
     for mark in range(2):
-        check_entropies(
-            recorder, entropies(vit(), measured), mark, images=len(measured)
-        )
+        check_entropies(recorder, entropies(vit(), measured), mark, images=len(measured))
 
 
 # 5 ends within a batch of two; 100 is more than there are images.
@@ -47,9 +50,7 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
                 model(batch)
             recorder.mark(epoch=epoch)
     for mark in range(2):
-        check_entropies(
-            recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9)
-        )
+        check_entropies(recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9))
     ds = recorder.dataset
     alone = recorded(vit(), x[:max_images]).dataset
     for name in (
@@ -64,7 +65,9 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
 
 
 def test_max_images_for_layers_that_see_different_numbers_of_images() -> None:
-    """A layer that is called twice reaches the limit earlier than the other one, even by a whole forward."""
+    """A layer that is called twice reaches the limit earlier than the other one, even by a whole
+    forward.
+    """
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
     # The third block is called once per forward.
@@ -131,7 +134,9 @@ def test_images_are_numbered_in_the_order_of_the_forwards(
 
 
 def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() -> None:
-    """The first mark fixes the size of the maps; it raises an error if there are none yet, and loses nothing."""
+    """The first mark fixes the size of the maps; it raises an error if there are none yet, and
+    loses nothing.
+    """
     model = vit()
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
         model(images(3))
@@ -150,10 +155,10 @@ def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() ->
 
 @pytest.mark.filterwarnings("ignore:the images:RuntimeWarning")
 @pytest.mark.parametrize("resumed", [False, True])
-def test_maps_of_another_size_than_in_the_first_epoch(
-    tmp_path: Path, resumed: bool
-) -> None:
-    """Maps of another size are left out with a warning, also after resuming; the epoch's numbers are kept."""
+def test_maps_of_another_size_than_in_the_first_epoch(tmp_path: Path, resumed: bool) -> None:
+    """Maps of another size are left out with a warning, also after resuming; the epoch's numbers
+    are kept.
+    """
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True
     ).eval()
@@ -186,9 +191,7 @@ def test_maps_of_another_size_than_in_the_first_epoch(
     ("along", "marks"),
     [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])],
 )
-def test_along_names_the_dimension_of_marks(
-    along: str, marks: list[float], tmp_path: Path
-) -> None:
+def test_along_names_the_dimension_of_marks(along: str, marks: list[float], tmp_path: Path) -> None:
     model = vit()
     with tcnn_probe.record(model, tmp_path / "run.zarr", along=along) as recorder:
         for mark in marks:

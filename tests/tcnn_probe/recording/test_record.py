@@ -56,9 +56,7 @@ def test_every_variable_is_described() -> None:
         assert array.long_name
     for name, array in ds.data_vars.items():
         of_layers = name.endswith("images") or name.startswith(("uniform", "cell"))
-        assert array.dims == (
-            ("epoch", "layer") if of_layers else ("epoch", "layer", "head")
-        )
+        assert array.dims == (("epoch", "layer") if of_layers else ("epoch", "layer", "head"))
 
 
 def test_provenance() -> None:
@@ -71,9 +69,7 @@ def test_provenance() -> None:
         assert attrs[f"{package}_version"] == version(package)
     assert attrs["model_class"] == "ConVit"
     assert attrs["model_architecture"] == "convit_tiny"
-    assert json.loads(attrs["layers"]) == {
-        "blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}
-    }
+    assert json.loads(attrs["layers"]) == {"blocks.0.attn": {"kind": "convit-gpsa", "heads": 4}}
     ours = recorded(Chain(), IMAGES).dataset.attrs
     assert ours["model_class"] == "Chain"
     assert "model_architecture" not in ours

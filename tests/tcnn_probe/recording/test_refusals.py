@@ -1,4 +1,6 @@
-"""Errors of record() and mark() name the expected and the given value, and a refused call changes nothing."""
+"""Errors of record() and mark() name the expected and the given value, and a refused call changes
+nothing.
+"""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +69,8 @@ def test_bad_arguments_of_record_are_refused(
     before = Trace(model)
     with pytest.raises(error, match=message):
         tcnn_probe.record(model, tmp_path / "run.zarr", **options)
-    # Hooks, buffers and attributes are compared in addition to outputs: a refusal must leave no handle behind.
+    # Hooks, buffers and attributes are compared in addition to outputs: a refusal must leave no
+    # handle behind.
     assert before == Trace(model)
     assert clean()
     # A store left behind would turn the next call, with the right values, into a continuation.
@@ -91,7 +94,8 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "expected epoch to be later than the last one marked, 3, got 2",
     ),
-    # The value equals an integer but is refused: after 4.5 on an axis of floats, 4 could not select it.
+    # The value equals an integer but is refused: after 4.5 on an axis of floats, 4 could not select
+    # it.
     "float epoch": (
         {"epoch": 4.0},
         TypeError,
@@ -151,9 +155,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 def files(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes()
-        for p in sorted(path.rglob("*"))
-        if p.is_file()
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()
     }
 
 
@@ -163,7 +165,9 @@ NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0
 
 @pytest.mark.parametrize("first", [True, False])
 def test_bad_arguments_of_mark_are_refused(first: bool, tmp_path: Path) -> None:
-    """A refused mark keeps the sums for another try; a refused first mark makes no store and fixes no layers."""
+    """A refused mark keeps the sums for another try; a refused first mark makes no store and fixes
+    no layers.
+    """
     model = Branches()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         if not first:
@@ -187,9 +191,7 @@ def test_bad_arguments_of_mark_are_refused(first: bool, tmp_path: Path) -> None:
     assert "fresh" not in ds
     # Both forwards since the refused marks count, so the images are 3 + 3.
     assert ds.images.values.tolist() == [[3, 3], [6, 6]][first:]
-    for name, expected in gpsa_statistics(
-        model.near, torch.cat([2 * NEAR, 3 * NEAR])
-    ).items():
+    for name, expected in gpsa_statistics(model.near, torch.cat([2 * NEAR, 3 * NEAR])).items():
         got = ds[name].sel(layer="near", epoch=4)[:9]
         np.testing.assert_allclose(
             # Float32 sums over some hundred pixels have an error of 1e-5 for logits up to ten.
@@ -205,7 +207,8 @@ def test_a_mark_without_measurements_is_refused(tmp_path: Path) -> None:
     """The error names the likeliest mistake, on the first epoch too."""
     model = vit().train()
     with tcnn_probe.record(model) as recorder:
-        # The model is in training mode on purpose: a forgotten eval() is the mistake that the message names.
+        # The model is in training mode on purpose: a forgotten eval() is the mistake that the
+        # message names.
         model(images())
         with pytest.raises(
             RuntimeError,
@@ -246,7 +249,9 @@ NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_mark_names_parts_that_were_called_and_copies() -> None:
-    """A copy is another model; a part that is compiled in place shows nothing but the calls of its neighbours."""
+    """A copy is another model; a part that is compiled in place shows nothing but the calls of its
+    neighbours.
+    """
     model = vit()
     model.blocks.compile(backend="eager")
     with torch.no_grad(), tcnn_probe.record(model) as recorder:
@@ -279,17 +284,13 @@ def test_mark_explains_that_nothing_was_found(case: str, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def marked(
-    model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options: Any
-) -> None:
+def marked(model: nn.Module, path: Path, epoch: int, x: torch.Tensor, **options: Any) -> None:
     with torch.no_grad(), tcnn_probe.record(model, path, **options) as recorder:
         model(x)
         recorder.mark(epoch=epoch)
 
 
-@pytest.mark.parametrize(
-    ("images_before", "images_now"), [(None, 1), ([0, 2], [0, 1])], ids=str
-)
+@pytest.mark.parametrize(("images_before", "images_now"), [(None, 1), ([0, 2], [0, 1])], ids=str)
 def test_a_store_of_other_images_is_refused_by_record(
     images_before: Any, images_now: Any, tmp_path: Path
 ) -> None:
@@ -326,9 +327,7 @@ def test_a_store_of_other_layers_or_heads_is_refused(tmp_path: Path) -> None:
     for block in two_heads.blocks:
         # There are still 12 channels, so the weights of the store's model fit.
         block.attn.num_heads, block.attn.head_dim = 2, 6
-    with pytest.raises(
-        tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"
-    ):
+    with pytest.raises(tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"):
         marked(two_heads, path, 1, images())
     # The store holds the epochs before the refusal and no more.
     assert tcnn_probe.open(path).epoch.values.tolist() == [0]
@@ -363,7 +362,8 @@ UNITS = replace(GROUPS[""].variables["gate"], units="cell")
             "'1'\\) there, .*'cell'\\) here",
         ),
         (changed(variables={}), KINDS, "variable 'entropy': .* there, absent here"),
-        # The order of a layer's attributes is JSON's; maps may have other sizes, and layers may join or be absent.
+        # The order of a layer's attributes is JSON's; maps may have other sizes, and layers may
+        # join or be absent.
         (
             changed(layers={n: dict(reversed(a.items())) for n, a in LAYERS.items()}),
             KINDS,

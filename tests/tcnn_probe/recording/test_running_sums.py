@@ -7,16 +7,10 @@ from tcnn_probe import Probe, Variable
 from tcnn_probe.recording.running_sums import RunningSums
 
 
-@pytest.mark.parametrize(
-    ("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)]
-)
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)])
 def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     """Stored maps have the dtype of their variable, and never share memory with the batch."""
-    about = {
-        "map": Variable(
-            ("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype
-        )
-    }
+    about = {"map": Variable(("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype)}
     probe = Probe("mine", about, measure=lambda call: {})
     batch = torch.randn(7, 3, 5)
     sums = RunningSums()

@@ -1,4 +1,6 @@
-"""A script that runs again continues, replaces or is refused, alone and with a checkpoint of the training."""
+"""A script that runs again continues, replaces or is refused, alone and with a checkpoint of the
+training.
+"""
 
 import copy
 import itertools
@@ -51,15 +53,11 @@ def test_misspelled_arguments_are_answered_with_suggestions() -> None:
         pytest.raises(TypeError, match=r"takes the epoch by name: mark\(epoch=0\)"),
     ):
         recorder.mark(0)
-    with pytest.raises(
-        TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn'"
-    ):
+    with pytest.raises(TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn'"):
         tcnn_probe.attention_maps(model, images(), layers=-1)
 
 
-def test_logging_reports_silent_decisions(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logging_reports_silent_decisions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tcnn_probe")
     script(tmp_path / "run.zarr", 0)
     assert caplog.messages == ["recording 2 layers: blocks.0.attn, blocks.1.attn"]
@@ -94,7 +92,9 @@ def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> No
 def test_a_training_that_continues_with_other_weights_is_warned_about(
     part: str, tmp_path: Path
 ) -> None:
-    """The warning comes before the first step; weights of the checkpoint and models of other shapes cause none."""
+    """The warning comes before the first step; weights of the checkpoint and models of other shapes
+    cause none.
+    """
     model = vit()
     store = tmp_path / "run.zarr"
     with tcnn_probe.record(model, store) as recorder:
@@ -111,7 +111,8 @@ def test_a_training_that_continues_with_other_weights_is_warned_about(
         with caught if part != "none" else nullcontext():
             resumed.train()(images())
         one_epoch(resumed, recorder, 2)
-    # The number of heads is the same, so the store accepts the model, but its weights have another shape.
+    # The number of heads is the same, so the store accepts the model, but its weights have another
+    # shape.
     with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
         one_epoch(recorder._model, recorder, 3)
 
@@ -137,16 +138,16 @@ def test_weights_swapped_in_for_validation_cause_no_warning(tmp_path: Path) -> N
 @pytest.mark.study
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
 def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
-    """The recipe of docs/recording.md works for trainings stopped between marks or in a mark, or begun anew."""
+    """The recipe of docs/recording.md works for trainings stopped between marks or in a mark, or
+    begun anew.
+    """
     checkpoint = tmp_path / "run.pth"
     store = tmp_path / "run.zarr"
     data = DataLoader(TensorDataset(images(4), torch.arange(4)), batch_size=4)
 
     def train(stop: int) -> list[float]:
         model = vit()
-        with tcnn_probe.record(
-            model, store, mode="a" if checkpoint.exists() else "w"
-        ) as recorder:
+        with tcnn_probe.record(model, store, mode="a" if checkpoint.exists() else "w") as recorder:
             results = tcnn_model.finetune(
                 model,
                 data,

@@ -36,9 +36,7 @@ def open_browser() -> Iterator[Any]:
         options.add_argument(argument)
     # No name resolves, so a page that requests anything fails.
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
-    options.set_capability(
-        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
-    )
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     try:
         yield driver
@@ -61,10 +59,7 @@ def errors(driver: Any) -> list[dict[str, Any]]:
 
 def requests(driver: Any) -> list[str]:
     """Return the addresses that were requested since the last call."""
-    events = [
-        json.loads(entry["message"])["message"]
-        for entry in driver.get_log("performance")
-    ]
+    events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     return [
         event["params"]["request"]["url"]
         for event in events

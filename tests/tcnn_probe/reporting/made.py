@@ -26,25 +26,22 @@ def recording(
     seed: int = 0,
     grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
-    """Return a tree like that of ``tcnn_probe.open``, with random numbers by layer and head and maps of two images."""
+    """Return a tree like that of ``tcnn_probe.open``, with random numbers by layer and head and
+    maps of two images.
+    """
     rng = np.random.default_rng(seed)
     heads = max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
     exists = np.arange(heads) < np.array([*layers.values()])[:, None]
     table = {
         "layers": json.dumps(
-            {
-                name: {"kind": "softmax", "heads": count}
-                for name, count in layers.items()
-            }
+            {name: {"kind": "softmax", "heads": count} for name, count in layers.items()}
         )
     }
 
     def of_heads(*shape: int) -> Any:
         values = rng.random((len(epochs), len(layers), *shape, heads))
-        return np.where(
-            np.expand_dims(exists, tuple(range(1, 1 + len(shape)))), values, np.nan
-        )
+        return np.where(np.expand_dims(exists, tuple(range(1, 1 + len(shape)))), values, np.nan)
 
     dims = ("epoch", "layer", "head")
     numbers = xr.Dataset(
@@ -62,9 +59,7 @@ def recording(
         "unsupported": json.dumps({"stem": "no softmax"}),
         "missing": "{}",
     }
-    root = xr.Dataset(
-        {"top1": ("epoch", rng.random(len(epochs)))}, {"epoch": epochs}, attrs
-    )
+    root = xr.Dataset({"top1": ("epoch", rng.random(len(epochs)))}, {"epoch": epochs}, attrs)
     groups = {"/": root, "/heads": numbers}
     if grid is not None:
         # The axes are (epoch, layer, image, head, y, x).

@@ -1,4 +1,6 @@
-"""A report in a browser without network access: its first view, and the reactions to clicks and keys."""
+"""A report in a browser without network access: its first view, and the reactions to clicks and
+keys.
+"""
 
 import io
 import re
@@ -29,9 +31,7 @@ LAYER, HEAD = 11, 3
 FORMULA = "=1+1"
 """Name of a layer that a spreadsheet would compute."""
 LAYERS = (
-    {NAUGHTY: 3, FORMULA: 5}
-    | {f"blocks.{number}": 5 for number in range(2, 11)}
-    | {"blocks.11": 9}
+    {NAUGHTY: 3, FORMULA: 5} | {f"blocks.{number}": 5 for number in range(2, 11)} | {"blocks.11": 9}
 )
 FEWER_HEADS = LAYERS | {FORMULA: 4}
 
@@ -44,7 +44,9 @@ EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Return runs of twelve layers of 3 to 9 heads; the second ends earlier, lacks some heads and has no maps."""
+    """Return runs of twelve layers of 3 to 9 heads; the second ends earlier, lacks some heads and
+    has no maps.
+    """
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
     maps = first["maps/class_attention"]
@@ -57,9 +59,7 @@ def runs() -> list[xr.DataTree]:
 
 
 @pytest.fixture(scope="module")
-def browser(
-    runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def browser(runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return a browser that has loaded the page of both runs."""
     with open_browser() as driver:
         path = tmp_path_factory.mktemp("page") / "report.html"
@@ -131,17 +131,13 @@ def test_page_opens_at_the_last_epoch_that_both_runs_have(browser: Any) -> None:
     )
 
 
-def test_a_click_shows_the_numbers_of_its_head(
-    browser: Any, runs: list[xr.DataTree]
-) -> None:
+def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataTree]) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
         # The click is in the grid of either run or of the difference.
         click(browser, mark % 3, LAYER, HEAD)
         assert (
-            browser.execute_script(
-                "return document.getElementById('chosen').textContent"
-            )
+            browser.execute_script("return document.getElementById('chosen').textContent")
             == "blocks.11, head 3"
         )
         for name in ("entropy", "gate"):
@@ -150,16 +146,13 @@ def test_a_click_shows_the_numbers_of_its_head(
                 if epoch not in run.epoch:
                     assert cell.text == "no value"
                     continue
-                value = (
-                    run["heads"][name]
-                    .sel(epoch=epoch, layer="blocks.11", head=3)
-                    .item()
-                )
+                value = run["heads"][name].sel(epoch=epoch, layer="blocks.11", head=3).item()
                 assert float(cell.get_attribute("value")) == np.float32(value)
                 assert float(cell.text.removesuffix(" nat")) == float(f"{value:.5g}")
     source = browser.execute_script(
-        "const d = Bokeh.documents[0].get_model_by_name('curve entropy').renderers[0].data_source.data;"
-        "return [d.epoch, d.entropy, d['entropy mean']].map(values => Array.from(values))"
+        "const d = Bokeh.documents[0].get_model_by_name('curve "
+        "entropy').renderers[0].data_source.data;return [d.epoch, d.entropy, d['entropy "
+        "mean']].map(values => Array.from(values))"
     )
     heads = runs[0]["heads"].entropy.sel(layer="blocks.11")
     assert source[:2] == [EPOCHS, heads.sel(head=3).astype("f4").values.tolist()]
@@ -167,10 +160,10 @@ def test_a_click_shows_the_numbers_of_its_head(
     assert source[2] == pytest.approx(heads.mean("head").values.tolist(), rel=2**-24)
 
 
-def test_colours_mean_the_same_at_every_epoch(
-    browser: Any, runs: list[xr.DataTree]
-) -> None:
-    """Colours are ``(value - low) / (high - low)`` over all epochs and both runs; selecting a head dims no others."""
+def test_colours_mean_the_same_at_every_epoch(browser: Any, runs: list[xr.DataTree]) -> None:
+    """Colours are ``(value - low) / (high - low)`` over all epochs and both runs; selecting a head
+    dims no others.
+    """
     values = [run["heads"].entropy.values for run in runs]
     low, high = (f([f(array) for array in values]) for f in (np.nanmin, np.nanmax))
     for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
@@ -182,8 +175,9 @@ def test_colours_mean_the_same_at_every_epoch(
     assert color(browser, 1, 1) == ImageColor.getrgb(MISSING)
     to(browser, 1, "entropy")
     cells = browser.execute_script(
-        "const {value, row, column} = Bokeh.documents[0].get_model_by_name('grid 2').renderers[0].data_source.data;"
-        "return [value, row, column].map(each => Array.from(each))"
+        "const {value, row, column} = Bokeh.documents[0].get_model_by_name('grid "
+        "2').renderers[0].data_source.data;return [value, row, column].map(each => "
+        "Array.from(each))"
     )
     for value, row, column in zip(*cells, strict=True):
         first, second = (np.float32(array[1, row, column]) for array in values)
@@ -196,9 +190,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
     to(browser, 2, "gate")
     click(browser, 0, LAYER, HEAD)
     frame = browser.find_element("css selector", ".frame")
-    light = np.asarray(
-        Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int
-    )
+    light = np.asarray(Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int)
     height, width = light.shape
     # These are the middles of 3 x 5 cells.
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
@@ -213,12 +205,12 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
         "document.execCommand = () => { window.copied = document.activeElement.value }"
     )
     browser.execute_script(
-        "for (const cell of document.querySelectorAll('#heads th')) if (cell.textContent === 'gate') cell.click()"
+        "for (const cell of document.querySelectorAll('#heads th')) if (cell.textContent === "
+        "'gate') cell.click()"
     )
     browser.execute_script("document.getElementById('copy').click()")
     title, *rows = (
-        line.split("\t")
-        for line in browser.execute_script("return window.copied").splitlines()
+        line.split("\t") for line in browser.execute_script("return window.copied").splitlines()
     )
     assert title == ["run", "layer", "head", "entropy", "gate"]
     # The page has float32, which it copies in seven digits and shows in five.
@@ -238,9 +230,7 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     shown = browser.execute_script(
         "return [...document.querySelectorAll('#heads td:last-child')].map(x => x.textContent)"
     )
-    assert [float(number) for number in shown] == [
-        float(f"{gates[place]:.5g}") for place in copied
-    ]
+    assert [float(number) for number in shown] == [float(f"{gates[place]:.5g}") for place in copied]
 
 
 def press(driver: Any, key: str) -> str:
@@ -281,7 +271,8 @@ def test_charts_have_labels_and_names(browser: Any) -> None:
     assert ["grid 0", "head", "layer"] in labels
     assert all(x and y for _, x, y in labels)
     names = browser.execute_script(
-        "return [...document.querySelectorAll('[role=img], [role=application]')].map(node => node.ariaLabel)"
+        "return [...document.querySelectorAll('[role=img], [role=application]')].map(node => "
+        "node.ariaLabel)"
     )
     assert len(names) >= len(labels)
     assert all(names)
@@ -299,16 +290,11 @@ def test_a_finding_leads_to_its_head(browser: Any) -> None:
     link = browser.find_element("css selector", "#tohealth")
     assert link.text.startswith("health: ")
     button = browser.find_element("css selector", "button[data-row]")
-    place = {
-        name: int(button.get_attribute(f"data-{name}"))
-        for name in ("row", "column", "mark")
-    }
+    place = {name: int(button.get_attribute(f"data-{name}")) for name in ("row", "column", "mark")}
     to(browser, (place["mark"] + 1) % len(EPOCHS), "gate")
     browser.execute_script("arguments[0].click()", button)
     layer = [*LAYERS][place["row"]]
-    title = browser.execute_script(
-        "return document.getElementById('chosen').textContent"
-    )
+    title = browser.execute_script("return document.getElementById('chosen').textContent")
     assert title == f"{layer}, head {place['column']}"
     now = browser.execute_script("return document.getElementById('now').textContent")
     assert now.startswith(f"epoch {EPOCHS[place['mark']]} ")
@@ -328,11 +314,7 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
             .map(line => line.glyph.line_color.value)]"""
 
     def lightness(color: str) -> float:
-        rgb = (
-            re.findall(r"\d+", color)[:3]
-            if color[0] == "r"
-            else ImageColor.getrgb(color)
-        )
+        rgb = re.findall(r"\d+", color)[:3] if color[0] == "r" else ImageColor.getrgb(color)
         return sum(map(int, rgb)) / 3
 
     try:
@@ -341,7 +323,8 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
             until(browser, f"matchMedia('(prefers-color-scheme: {scheme})').matches")
             # The page is notified of the change at its next frame.
             browser.execute_async_script(
-                "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
+                "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], "
+                "100)))"
             )
             background, *drawn = map(lightness, browser.execute_script(script))
             assert len(drawn) >= 3
@@ -358,9 +341,7 @@ def test_nothing_is_requested_and_nothing_fails(
     browser.execute_script("document.getElementById('play').click()")
     until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
     x, y = at(browser, 0, 0, 1)
-    browser.execute_cdp_cmd(
-        "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
-    )
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
     until(browser, EVERYWHERE + "(document, '.bk-tooltip-row-value').length")
     assert NAUGHTY in browser.execute_script("return document.body.innerText")
     assert browser.execute_script(f"return {EVERYWHERE}(document, 'img').length") == 0
@@ -370,12 +351,8 @@ def test_nothing_is_requested_and_nothing_fails(
         encoding="utf-8",
     )
     browser.get(notebook.as_uri())
-    until(
-        browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready"
-    )
+    until(browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready")
     assert errors(browser) == []
     urls = requests(browser)
     assert len(urls) >= 2
-    assert [
-        url for url in urls if not url.startswith(("file:", "data:", "about:srcdoc"))
-    ] == []
+    assert [url for url in urls if not url.startswith(("file:", "data:", "about:srcdoc"))] == []

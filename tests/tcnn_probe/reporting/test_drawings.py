@@ -1,4 +1,6 @@
-"""Drawings of a report: bars as high as the parts, kernels the right way round, and text that the page colours."""
+"""Drawings of a report: bars as high as the parts, kernels the right way round, and text that the
+page colours.
+"""
 
 import base64
 import io
@@ -27,7 +29,9 @@ COLORS = {
 
 
 def anatomical(epochs: list[int]) -> xr.DataTree:
-    """Return a recording of layers of 3 and 5 heads with parts of attention, and with the kernel of a head."""
+    """Return a recording of layers of 3 and 5 heads with parts of attention, and with the kernel of
+    a head.
+    """
     tree = recording({NAUGHTY: 3, "b": 5}, epochs)
     heads, rng = tree["heads"], np.random.default_rng(0)
     exists = heads.entropy.notnull()
@@ -101,9 +105,7 @@ def test_bars_bands_and_kernels_are_drawn() -> None:
 def test_uncertain_types_are_a_variable() -> None:
     tree = anatomical([7])
     facts, numbers, _ = held(tcnn_probe.report(tree).html)
-    variable = next(
-        row for row in facts["variables"] if row["name"] == "uncertain_type"
-    )
+    variable = next(row for row in facts["variables"] if row["name"] == "uncertain_type")
     shown = numbers[variable["starts"][0] :][:10]
     types = tcnn_probe.head_types(tree["heads"].dataset)
     assert types.uncertain.any()

@@ -1,4 +1,6 @@
-"""Attention maps in a browser: a click on the image, a head and a layer show the map of the arrays."""
+"""Attention maps in a browser: a click on the image, a head and a layer show the map of the
+arrays.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,9 +28,7 @@ PIXELS = [(2, 60), (30, 20)]
 
 def tree(**nodes: xr.Dataset) -> xr.DataTree:
     """Return a tree in the form of ``attention_maps``."""
-    images = np.random.default_rng(1).normal(
-        size=(IMAGES, 3, ROWS * SIDE, COLUMNS * SIDE)
-    )
+    images = np.random.default_rng(1).normal(size=(IMAGES, 3, ROWS * SIDE, COLUMNS * SIDE))
     root = xr.Dataset({"input": (("image", "channel", "input_y", "input_x"), images)})
     layers = [layer for ds in nodes.values() for layer in ds.layer.values.tolist()]
     root.attrs = {
@@ -38,9 +38,7 @@ def tree(**nodes: xr.Dataset) -> xr.DataTree:
     return xr.DataTree.from_dict({"/": root, **nodes})
 
 
-def dataset(
-    layers: list[str], heads: int, variables: Mapping[str, tuple[int, ...]]
-) -> xr.Dataset:
+def dataset(layers: list[str], heads: int, variables: Mapping[str, tuple[int, ...]]) -> xr.Dataset:
     """Return random maps, by the dimensions of their queries."""
     rng = np.random.default_rng(len(layers))
     dims = {
@@ -54,8 +52,8 @@ def dataset(
         shape = (IMAGES, len(layers), heads, *sizes, ROWS, COLUMNS)
         arrays[name] = (
             ("image", "layer", "head", *of_queries, "y", "x"),
-            # Maps of cubes have peaks, and most cells are far below the largest value, which is at most a half, so that
-            # a value differs from its share of the largest.
+            # Maps of cubes have peaks, and most cells are far below the largest value, which is at
+            # most a half, so that a value differs from its share of the largest.
             rng.random(shape, dtype=np.float32) ** 3 / 2,
         )
     coords = {"layer": layers, "head": range(heads)}
@@ -66,7 +64,9 @@ def dataset(
 
 @pytest.fixture(scope="module")
 def maps() -> xr.DataTree:
-    """Return two layers with maps of every query, one with a class token, and a third with queries off the grid."""
+    """Return two layers with maps of every query, one with a class token, and a third with queries
+    off the grid.
+    """
     # The queries of the second layer are pooled to 1 x 5.
     first = dataset([NAUGHTY], 2, {"attention": (ROWS, COLUMNS), "class_attention": ()})
     second = dataset(["pooled"], 7, {"attention": (1, COLUMNS)})
@@ -89,8 +89,7 @@ def page(browser: Any, maps: xr.DataTree, tmp_path: Path) -> Any:
 def show(browser: Any, maps: xr.DataTree, folder: Path) -> Any:
     notebook = folder / "notebook.html"
     notebook.write_text(
-        '<meta charset="utf-8"><body style="margin: 0">'
-        + tcnn_probe.explore(maps)._repr_html_(),
+        '<meta charset="utf-8"><body style="margin: 0">' + tcnn_probe.explore(maps)._repr_html_(),
         encoding="utf-8",
     )
     browser.switch_to.default_content()
@@ -136,9 +135,7 @@ def expected(values: xr.DataArray, largest: float | None = None) -> NDArray[Any]
     return 255 * (0.35 + 0.6 * share)
 
 
-def same(
-    drawn: NDArray[Any], values: xr.DataArray, largest: float | None = None
-) -> bool:
+def same(drawn: NDArray[Any], values: xr.DataArray, largest: float | None = None) -> bool:
     # The tolerance covers one step of the map's bytes and the rounding of the opacity.
     return bool(abs(drawn - expected(values, largest)).max() < 1)
 
@@ -198,9 +195,7 @@ def test_class_token_and_queries_off_the_grid(page: Any, maps: xr.DataTree) -> N
 
 
 @needs_browser
-def test_keys_move_the_query_and_the_pointer_reads_values(
-    page: Any, maps: xr.DataTree
-) -> None:
+def test_keys_move_the_query_and_the_pointer_reads_values(page: Any, maps: xr.DataTree) -> None:
     choose(page, layer=NAUGHTY, head="0")
     click(page, 14, 40)
     for key in ("ArrowUp", "ArrowLeft", "ArrowLeft"):
@@ -227,9 +222,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
 def test_maps_of_listed_pixels(browser: Any, tmp_path: Path) -> None:
     node = dataset(["layer"], 2, {"attention": (len(PIXELS),)})
     rows = np.array(PIXELS)
-    node = node.assign_coords(
-        from_y=("query", rows[:, 0]), from_x=("query", rows[:, 1])
-    )
+    node = node.assign_coords(from_y=("query", rows[:, 0]), from_x=("query", rows[:, 1]))
     page = show(browser, tree(node=node), tmp_path)
     assert "(y, x) = (2, 60)" in page.find_element("id", "chosen").text
     click(page, 36, 25)  # the second pixel is the nearest
@@ -246,9 +239,7 @@ def test_nothing_is_requested_and_nothing_fails(page: Any) -> None:
         "const page = document.documentElement; return page.scrollWidth <= page.clientWidth"
     )
     assert [
-        url
-        for url in requests(page)
-        if not url.startswith(("file:", "data:", "about:srcdoc"))
+        url for url in requests(page) if not url.startswith(("file:", "data:", "about:srcdoc"))
     ] == []
 
 

@@ -1,4 +1,6 @@
-"""The page of a finished network: its answers and signs, from numbers made for them, and in a browser."""
+"""The page of a finished network: its answers and signs, from numbers made for them, and in a
+browser.
+"""
 
 import json
 from collections.abc import Iterator
@@ -42,10 +44,7 @@ def network() -> xr.DataTree:
     parts = np.array([[PARTS[name] for name in row] for row in TYPES])
     names = ("offset", "position", "key_content", "query_key_content")
     ds = xr.Dataset(
-        {
-            f"{name}_information": (dims, parts[None, :, :, n])
-            for n, name in enumerate(names)
-        },
+        {f"{name}_information": (dims, parts[None, :, :, n]) for n, name in enumerate(names)},
         {"epoch": [0], "layer": LAYERS, "head": range(HEADS)},
     )
     ds["selectivity"] = dims, parts.sum(-1)[None]
@@ -72,9 +71,7 @@ def network() -> xr.DataTree:
         "photographs_unreadable": json.dumps({"c.jpg": "it is no picture"}),
         "unsupported": "{}", "missing": "{}", "objects": "the masks",
     }  # fmt: skip
-    objects = xr.Dataset(
-        {"object_attention": xr.full_like(ds.entropy, 0.25)}, ds.coords
-    )
+    objects = xr.Dataset({"object_attention": xr.full_like(ds.entropy, 0.25)}, ds.coords)
     objects["object_attention"][0, 2, 1], objects["object_attention"][0, 1, 1] = (
         0.5,
         0.4,
@@ -102,9 +99,7 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
     assert "last layer 2 of 5 heads are salient, 2 content, 1 " in depth["text"]
     assert "each salient one looks at patches that stand out in" in depth["text"]
     assert named(objects) == [(NAUGHTY, 1), ("blocks.1", 1)]
-    assert objects["text"].endswith(
-        "by chance (0.25): 2 from patches, 1 from the class token"
-    )
+    assert objects["text"].endswith("by chance (0.25): 2 from patches, 1 from the class token")
     first, second = (head["why"] for head in objects["heads"])
     assert first == "0.50 from patches, 0.10 from the class token; salient"
     assert second.startswith("0.40 from patches, 0.45 from the class token; ")
@@ -151,9 +146,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def chosen(driver: Any) -> str:
-    text: str = driver.execute_script(
-        "return document.getElementById('chosen').textContent"
-    )
+    text: str = driver.execute_script("return document.getElementById('chosen').textContent")
     return text
 
 
@@ -171,16 +164,12 @@ def test_page_opens_at_a_named_head_and_its_links_lead_to_heads(browser: Any) ->
     )
     assert float(number) == 0.75
     assert errors(browser) == []
-    assert [
-        url for url in requests(browser) if not url.startswith(("file:", "data:"))
-    ] == []
+    assert [url for url in requests(browser) if not url.startswith(("file:", "data:"))] == []
 
 
 @needs_browser
 def test_strips_show_the_head_among_all_heads(browser: Any) -> None:
-    browser.execute_script(
-        "document.querySelectorAll('#heads tbody button')[0].click()"
-    )
+    browser.execute_script("document.querySelectorAll('#heads tbody button')[0].click()")
     pixels = browser.execute_script(
         """const canvas = document.getElementById("plot attention_distance")
         const {width, height} = canvas
@@ -214,10 +203,6 @@ def test_page_fits_a_phone(browser: Any, width: int) -> None:
     }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     until(browser, f"innerWidth === {width}")
-    assert (
-        browser.execute_script("return document.documentElement.scrollWidth") <= width
-    )
-    hidden = browser.execute_script(
-        "return document.getElementById('play').offsetParent === null"
-    )
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    hidden = browser.execute_script("return document.getElementById('play').offsetParent === null")
     assert hidden

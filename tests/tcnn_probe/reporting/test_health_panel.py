@@ -1,4 +1,6 @@
-"""Panel of health findings with their places on the page, and the list of checks if nothing was found."""
+"""Panel of health findings with their places on the page, and the list of checks if nothing was
+found.
+"""
 
 import html
 import re
@@ -13,9 +15,7 @@ from tests.tcnn_probe.reporting.made import NAUGHTY, recording
 LAYERS = {"a": 3, NAUGHTY: 7, "c": 5}
 EPOCHS = [1, 3, 4, 7]
 ROW = re.compile(r'<tr><td class="(alarm|notice)">.*?</tr>', re.DOTALL)
-LINK = re.compile(
-    r'data-mark="(\d+)" data-row="(\d+)" data-column="(\d+)">(.*?)</button>'
-)
+LINK = re.compile(r'data-mark="(\d+)" data-row="(\d+)" data-column="(\d+)">(.*?)</button>')
 
 
 def with_logits(seed: int = 0) -> xr.DataTree:

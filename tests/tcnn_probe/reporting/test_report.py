@@ -1,4 +1,6 @@
-"""Content of a report's file: the recording's numbers and maps, names as text, and nothing from other addresses."""
+"""Content of a report's file: the recording's numbers and maps, names as text, and nothing from
+other addresses.
+"""
 
 import html
 import re
@@ -34,7 +36,9 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and a layer more."""
+    """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and
+    a layer more.
+    """
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
     # Only one head has a NaN, which must stay in its place and not shift the numbers after it.
     first["heads"]["entropy"][0, 1, 4] = np.nan
@@ -55,25 +59,17 @@ def page(runs: list[xr.DataTree]) -> str:
     return tcnn_probe.report(runs).html
 
 
-def test_numbers_equal_those_of_the_recordings(
-    runs: list[xr.DataTree], page: str
-) -> None:
+def test_numbers_equal_those_of_the_recordings(runs: list[xr.DataTree], page: str) -> None:
     facts, numbers, _ = held(page)
     assert facts["marks"] == [0, 5, 7, 8]
     heads = {"a.attn": 3, NAUGHTY: 9, "d": 4, "c": 2}
-    assert facts["layers"] == [
-        {"name": layer, "heads": count} for layer, count in heads.items()
-    ]
+    assert facts["layers"] == [{"name": layer, "heads": count} for layer, count in heads.items()]
     sizes = {"head": (4, 4, 9), "layer": (4, 4), "model": (4,)}
     compared = {}
     for number, run in enumerate(runs):
         for about in facts["variables"]:
             ds = next(
-                (
-                    node.dataset
-                    for node in run.subtree
-                    if about["name"] in node.data_vars
-                ),
+                (node.dataset for node in run.subtree if about["name"] in node.data_vars),
                 None,
             )
             if ds is None:
@@ -178,8 +174,8 @@ def test_maps_are_thinned_with_a_notice() -> None:
     # Here is room for all maps, so the thinning below is due to max_mb.
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
-    # There is room for ten of the forty epochs. Base64 takes four characters for three bytes; a cell has a byte, and a
-    # map four more for its largest value.
+    # There is room for ten of the forty epochs. Base64 takes four characters for three bytes; a
+    # cell has a byte, and a map four more for its largest value.
     room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
     thinned = tcnn_probe.report(run, max_mb=room)
     assert (
@@ -219,9 +215,7 @@ def test_numbers_are_thinned_with_a_notice() -> None:
     expected = long["heads"].entropy.sel(epoch=marks, layer="a").values
     assert np.array_equal(shown, expected.astype("f4"))
     rows = re.findall(r'data-mark="(\d+)" data-row="0" data-column="5"', thinned.html)
-    assert {marks[int(row)] for row in rows} == {
-        min(mark for mark in marks if mark >= 57)
-    }
+    assert {marks[int(row)] for row in rows} == {min(mark for mark in marks if mark >= 57)}
 
 
 def test_images_are_left_out_last() -> None:
@@ -232,9 +226,7 @@ def test_images_are_left_out_last() -> None:
     # The limit is a byte too small for both images.
     assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
     assert choose_maps(run, size - 1) == Choice([], 0, 2)
-    assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice(
-        [], 0, 0
-    )
+    assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice([], 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -265,9 +257,7 @@ def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None
         facts, numbers, blocks = held(page.html)
         assert len(blocks) == maps
         start = next(
-            about["starts"][0]
-            for about in facts["variables"]
-            if about["name"] == "class_entropy"
+            about["starts"][0] for about in facts["variables"] if about["name"] == "class_entropy"
         )
         assert (
             numbers[start : start + 3].tolist()
@@ -301,17 +291,13 @@ def test_command_writes_a_report(
         )
         == 0
     )
-    assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(
-        encoding="utf-8"
-    )
+    assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(encoding="utf-8")
     assert main(["report", *[str(store)] * 5, "-o", str(output)]) == 2
     assert "expected 1 to 4 recordings" in capsys.readouterr().err
     seeds = [str(store), str(tmp_path / "again" / "run.zarr")]
     assert main(["report", "-o", str(output), "--seeds", *seeds]) == 0
     facts, _, _ = held(output.read_text(encoding="utf-8"))
-    assert [run["name"] for run in facts["runs"]] == [
-        f"{store.parent.name}/run.zarr and 1 more"
-    ]
+    assert [run["name"] for run in facts["runs"]] == [f"{store.parent.name}/run.zarr and 1 more"]
 
 
 def test_bad_arguments_are_refused(
@@ -349,13 +335,9 @@ def test_bad_arguments_are_refused(
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
     # Modules that have already imported Bokeh would not notice its absence.
     for name in [
-        name
-        for name in sys.modules
-        if name.startswith(("bokeh", "tcnn_probe.reporting.page"))
+        name for name in sys.modules if name.startswith(("bokeh", "tcnn_probe.reporting.page"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"a report needs bokeh: pip install bokeh"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"a report needs bokeh: pip install bokeh"):
         tcnn_probe.report(runs[0])

@@ -1,4 +1,6 @@
-"""Recordings of different seeds as one run: means, ranges and types, computed one number at a time."""
+"""Recordings of different seeds as one run: means, ranges and types, computed one number at a
+time.
+"""
 
 import html
 import json
@@ -19,7 +21,9 @@ LAYERS = ({"a": 3, "b": 5}, {"a": 3, "b": 5}, {"a": 3, "c": 2})
 
 
 def seeds() -> list[xr.DataTree]:
-    """Return three recordings: none has all epochs, the last has another layer, and only the second has maps."""
+    """Return three recordings: none has all epochs, the last has another layer, and only the second
+    has maps.
+    """
     return [
         recording(layers, epochs, seed=seed, grid=(3, 5) if seed == 1 else None)
         for seed, (layers, epochs) in enumerate(zip(LAYERS, EPOCHS, strict=True))
@@ -82,7 +86,8 @@ def test_maps_are_those_of_the_first_seed_that_has_any() -> None:
 
 
 def test_type_of_a_head_is_that_of_most_seeds() -> None:
-    # The cases are a majority, another majority, no label, and a tie, for which the first type is taken.
+    # The cases are a majority, another majority, no label, and a tie, for which the first type is
+    # taken.
     codes = [[0, 2, np.nan, 3], [1, 2, np.nan, 1], [1, 0, np.nan, np.nan]]
     attrs = {"unlabelled": json.dumps({"a": "few images"}), "definitions": "{}"}
     runs = []

@@ -12,7 +12,9 @@ from tcnn_probe.representation import LinearCKA, layer_cka, linear_cka
 
 
 def hsic(x: np.ndarray, y: np.ndarray) -> float:
-    """Compute the U-statistic itself: the mean of its kernel over all ordered quadruples of different images."""
+    """Compute the U-statistic itself: the mean of its kernel over all ordered quadruples of
+    different images.
+    """
     n = len(x)
     gram_x = x @ x.T
     gram_y = y @ y.T
@@ -105,14 +107,10 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="same number of images from all layers, got"):
         cka.add({"a": x}, {"b": y[:5]})
     cka.add({"a": x}, {"b": y})
-    with pytest.raises(
-        ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"
-    ):
+    with pytest.raises(ValueError, match=r"expected the layers \[\['a'\], \['b'\]\], as before"):
         cka.add({"a": x})
     before = cka.result()
-    with pytest.raises(
-        ValueError, match="expected 7 numbers per image of 'b', as before, got 6"
-    ):
+    with pytest.raises(ValueError, match="expected 7 numbers per image of 'b', as before, got 6"):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)
     # The mean of five copies of the second number differs from the number.

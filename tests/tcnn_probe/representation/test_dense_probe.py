@@ -13,12 +13,14 @@ CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
 def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return feature maps and masks of three classes; most pixels of a cell have the class that the features encode."""
+    """Return feature maps and masks of three classes; most pixels of a cell have the class that the
+    features encode.
+    """
     rng = np.random.default_rng(seed)
     shown = rng.choice([0, 4, 7], (images, *GRID))
-    features = np.stack(
-        [shown % 3, shown % 4, shown % 2], 1
-    ) + 0.3 * rng.standard_normal((images, CHANNELS, *GRID))
+    features = np.stack([shown % 3, shown % 4, shown % 2], 1) + 0.3 * rng.standard_normal(
+        (images, CHANNELS, *GRID)
+    )
     masks = shown.repeat(CELL[0], 1).repeat(CELL[1], 2)
     return features, np.where(
         rng.random(masks.shape) < 0.2, rng.choice([0, 4, 7], masks.shape), masks
@@ -27,10 +29,7 @@ def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the features and the class of every pixel."""
-    at_pixels = [
-        features[n, :, y // CELL[0], x // CELL[1]]
-        for n, y, x in np.ndindex(masks.shape)
-    ]
+    at_pixels = [features[n, :, y // CELL[0], x // CELL[1]] for n, y, x in np.ndindex(masks.shape)]
     return np.array(at_pixels), masks.ravel()
 
 
@@ -41,9 +40,7 @@ def test_dense_probe_is_a_classifier_of_pixels() -> None:
     mean = x.mean(0)
     deviation = x.std(0)
     # The classifier converges in 5000 steps, and may not in its default of 100.
-    classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
-        (x - mean) / deviation, y
-    )
+    classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit((x - mean) / deviation, y)
     x, y = pixels(features, masks)
     named = classifier.predict((x - mean) / deviation)
     expected = []
@@ -59,7 +56,9 @@ def test_dense_probe_is_a_classifier_of_pixels() -> None:
 
 
 def test_masks_unrelated_to_the_features_are_at_chance() -> None:
-    """At chance, a class of share p predicted for a share q of the pixels has the IoU pq / (p + q - pq) <= p."""
+    """At chance, a class of share p predicted for a share q of the pixels has the IoU pq / (p + q -
+    pq) <= p.
+    """
     features, masks = make_features(40, 0)
     train, known = make_features(40, 1)
     share = (masks == 4).mean()
@@ -104,9 +103,7 @@ def test_labelled_probe_scores_grids_on_the_same_pixels() -> None:
     )
     assert iou.dims == ("layer", "class")
     assert iou["class"].values.tolist() == [0, 4, 7]
-    np.testing.assert_allclose(
-        iou.sel(layer="a"), dense_probe(features, masks, train, known)
-    )
+    np.testing.assert_allclose(iou.sel(layer="a"), dense_probe(features, masks, train, known))
     np.testing.assert_allclose(iou.sel(layer="fine"), iou.sel(layer="a"))
     assert iou.sel(layer="b").mean() < iou.sel(layer="a").mean()
     with pytest.raises(
@@ -133,8 +130,6 @@ def test_labelled_probe_scores_grids_on_the_same_pixels() -> None:
         (np.full((7, 2, 3, 4), math.nan), np.ones((7, 3, 4), int), "finite features"),
     ],
 )
-def test_bad_arguments_are_refused(
-    features: np.ndarray, masks: np.ndarray, message: str
-) -> None:
+def test_bad_arguments_are_refused(features: np.ndarray, masks: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dense_probe(features, masks, *make_features(7, 0))

@@ -52,7 +52,9 @@ def test_drift_equals_its_definition() -> None:
 
 
 def test_squared_drift_is_the_loss_of_dinov3() -> None:
-    """DINOv3's code computes a mean squared difference, by its configuration within images with negative cosines."""
+    """DINOv3's code computes a mean squared difference, by its configuration within images with
+    negative cosines.
+    """
     x = torch.from_numpy(patches(2, 13, 5))
     noise = torch.from_numpy(patches(2, 13, 5, seed=2))
     y = x + 0.3 * noise
@@ -70,7 +72,8 @@ def test_rotation_and_lengths_do_not_matter_and_small_distances_are_accurate() -
     # This is the bound above for 5 channels.
     moved = lengths * x @ rotation
     assert gram_distance(x, moved) < 2 * 14 * np.finfo(float).eps
-    # To first order a change of 1e-9 changes cosines by as much, which products of channels would lose.
+    # To first order a change of 1e-9 changes cosines by as much, which products of channels would
+    # lose.
     backwards = x[::-1]
     near = gram_distance(x, x + 1e-8 * backwards)
     nearer = gram_distance(x, x + 1e-9 * backwards)
@@ -99,7 +102,9 @@ def test_zero_patches_and_opposite_cosines() -> None:
 
 
 def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
-    """Return features of a small ViT by epoch, both as recorded and as its last block returns them."""
+    """Return features of a small ViT by epoch, both as recorded and as its last block returns
+    them.
+    """
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=(48, 80), depth=2, embed_dim=33, num_heads=3
@@ -133,7 +138,8 @@ def test_drift_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     expected = distances(x, y)
     # This is ten times the tolerance.
     assert min(expected) > 0.05
-    # As float16 each channel is off by 2**-11 of itself, a cosine by 4 times and a difference by 8 times as much.
+    # As float16 each channel is off by 2**-11 of itself, a cosine by 4 times and a difference by 8
+    # times as much.
     actual = drift.gram_distance.sel(epoch=2, layer="blocks.1")
     np.testing.assert_allclose(actual, expected, rtol=0, atol=8 * 2**-11)
     means = features.sel(token="mean", layer="blocks.1").values.astype(float)
@@ -186,9 +192,7 @@ def test_bad_arguments_are_refused() -> None:
     layer_drift(features, features)
     with pytest.raises(ValueError, match="of the same images, tokens and layers"):
         layer_drift(features, features.assign_coords(image=range(1, 5)))
-    with pytest.raises(
-        ValueError, match=r"the mean and two patches .* \['mean', '1'\]"
-    ):
+    with pytest.raises(ValueError, match=r"the mean and two patches .* \['mean', '1'\]"):
         layer_drift(features, features[:, :2])
     with pytest.raises(ValueError, match=r"along 'token', .* got \[\]"):
         layer_drift(features[:, 0], features)

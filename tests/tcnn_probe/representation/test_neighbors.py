@@ -42,9 +42,7 @@ def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
 def test_knn_follows_the_thesis() -> None:
     x, y = make_features(Q, 0)
     gallery, known = make_features(G, 1)
-    expected = [
-        voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
-    ]
+    expected = [voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)]
     # Some predictions are right and some wrong, as otherwise any vote would pass.
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
@@ -89,9 +87,7 @@ def test_retrieval_follows_the_thesis() -> None:
             continue
         assert plain[query] == pytest.approx(precision(cosines, relevant), rel=1e-12)
         scores = [c + o for c, o in zip(cosines, odds, strict=True)]
-        assert conditioned[query] == pytest.approx(
-            precision(scores, relevant), rel=1e-12
-        )
+        assert conditioned[query] == pytest.approx(precision(scores, relevant), rel=1e-12)
     assert not np.allclose(plain, conditioned, equal_nan=True)
 
 
@@ -127,9 +123,7 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     test = slice(1, None, 2)
 
     def linear(labels: np.ndarray) -> float:
-        return linear_probe_correct(
-            x[test], labels[test], x[train], labels[train]
-        ).mean()
+        return linear_probe_correct(x[test], labels[test], x[train], labels[train]).mean()
 
     for measure, chance in (
         (lambda labels: knn_correct(x, labels).mean(), 1 / 3),
@@ -144,9 +138,7 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
         )
     third = slice(None, None, 3)
     assert average_precision(x[third], y[third]).mean() > 0.7
-    assert average_precision(x[third], shuffled[0][third]).mean() == pytest.approx(
-        1 / 3, abs=0.08
-    )
+    assert average_precision(x[third], shuffled[0][third]).mean() == pytest.approx(1 / 3, abs=0.08)
 
 
 def test_labelled_scores_are_the_same() -> None:
@@ -162,17 +154,13 @@ def test_labelled_scores_are_the_same() -> None:
         features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel")
     )
     scores = representation.layer_scores(features, y, neighbors=K)
-    np.testing.assert_array_equal(
-        scores.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K)
-    )
+    np.testing.assert_array_equal(scores.knn_correct.sel(layer="a"), knn_correct(x, y, neighbors=K))
     assert scores.participation_ratio.sel(layer="a").item() == pytest.approx(
         representation.participation_ratio(x)
     )
     assert all(scores[name].sel(layer=["b", "c"]).isnull().all() for name in scores)
     need("dask")
-    assert representation.layer_scores(
-        features.chunk(image=7), y, neighbors=K
-    ).identical(scores)
+    assert representation.layer_scores(features.chunk(image=7), y, neighbors=K).identical(scores)
     assert representation.layer_cka(features.chunk(image=7)).identical(
         representation.layer_cka(features)
     )
@@ -200,15 +188,11 @@ def test_bad_arguments_are_refused(change: dict[str, object], message: str) -> N
 
 def test_coarse_labels_require_their_probabilities() -> None:
     features, labels = make_features(G, 1)
-    with pytest.raises(
-        ValueError, match="coarse_probabilities and gallery_coarse together"
-    ):
+    with pytest.raises(ValueError, match="coarse_probabilities and gallery_coarse together"):
         average_precision(features, labels, gallery_coarse=labels)
     # As an index, -7 would give the seventh class from the end.
     for wrong in (labels - 11, labels):
-        with pytest.raises(
-            ValueError, match=r"expected gallery_coarse from 0 to 29, got \["
-        ):
+        with pytest.raises(ValueError, match=r"expected gallery_coarse from 0 to 29, got \["):
             average_precision(
                 features,
                 labels,

@@ -13,14 +13,9 @@ from tcnn_probe.representation import participation_ratio, pca_energy, token_cos
 @pytest.mark.parametrize("shape", [(17, 5), (5, 17)])
 def test_spectrum_matches_singular_values(shape: tuple[int, int]) -> None:
     # The variances differ, and centring has to remove a mean.
-    x = (
-        np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1])
-        + 3
-    )
+    x = np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1]) + 3
     variances = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
-    np.testing.assert_allclose(
-        pca_energy(x), np.cumsum(variances) / variances.sum(), rtol=1e-10
-    )
+    np.testing.assert_allclose(pca_energy(x), np.cumsum(variances) / variances.sum(), rtol=1e-10)
     assert participation_ratio(x) == pytest.approx(
         variances.sum() ** 2 / (variances**2).sum(), rel=1e-10
     )
@@ -44,12 +39,8 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
     unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
     cosines = [[a @ b for a, b in permutations(tokens, 2)] for tokens in unit]
     np.testing.assert_allclose(token_cosine(x), np.mean(cosines, 1), rtol=1e-12)
-    np.testing.assert_allclose(
-        token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12
-    )
-    np.testing.assert_allclose(
-        token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3
-    )
+    np.testing.assert_allclose(token_cosine(torch.tensor(x)), token_cosine(x), rtol=1e-12)
+    np.testing.assert_allclose(token_cosine(np.array([[1.0, 0], [1, 0], [0, 0]])), 1 / 3)
     np.testing.assert_allclose(token_cosine(np.stack([x[0, 0], 3 * x[0, 0]])), 1)
     same = np.full((2, 300), 20)
     for narrow in (

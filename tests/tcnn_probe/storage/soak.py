@@ -1,9 +1,11 @@
-"""Random operations on recordings, in processes that are killed at any moment; every value is checked after each.
+"""Random operations on recordings, in processes that are killed at any moment; every value is
+checked after each.
 
     python -m tests.tcnn_probe.storage.soak --minutes 60
 
-Each round does every operation once, in random order; at least one round is done. The expected values follow from the
-numbers given with the marks. A mark that is repeated after a kill gets other values, so stale values are noticed.
+Each round does every operation once, in random order; at least one round is done. The expected
+values follow from the numbers given with the marks. A mark that is repeated after a kill gets other
+values, so stale values are noticed.
 """
 
 import argparse
@@ -38,14 +40,17 @@ Tell = Callable[[int], object]
 
 
 class Child:
-    """A forked process that does some work and sends numbers; the parent process has not opened a store."""
+    """A forked process that does some work and sends numbers; the parent process has not opened a
+    store.
+    """
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns of zarr's thread if a writer forks.
             warnings.simplefilter("ignore")
-            # A fork copies no threads, so the child has to restart zarr's, which is part of the test.
+            # A fork copies no threads, so the child has to restart zarr's, which is part of the
+            # test.
             self.pid = os.fork()
         if not self.pid:
             # An operation takes a fraction of a second; the limit is two minutes.
@@ -66,13 +71,16 @@ class Child:
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:
-        """Return the remaining numbers after the process has ended or been killed; assert that it has not failed."""
+        """Return the remaining numbers after the process has ended or been killed; assert that it
+        has not failed.
+        """
         if kill:
             os.kill(self.pid, signal.SIGKILL)
         with self._told:
             rest = [int(line) for line in self._told]
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        # A process that is killed may have finished before, as the kill may come after the last mark.
+        # A process that is killed may have finished before, as the kill may come after the last
+        # mark.
         assert status == 0 or (kill and status == -signal.SIGKILL), status
         return rest
 
@@ -105,7 +113,9 @@ def go_on(store: EpochStore, tell: Tell) -> None:
 
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
-    """Compare everything in a store with the seeds, as plain xarray reads it, without changing the store."""
+    """Compare everything in a store with the seeds, as plain xarray reads it, without changing the
+    store.
+    """
     before = contents(path)
     expected = {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
     for epoch, seed in enumerate(seeds):
@@ -161,7 +171,9 @@ def first_seed(path: Path, tell: Tell) -> None:
 
 
 class Soak:
-    """Operations on one recording after another, with the ``seeds`` of its marks and ``counts`` of the operations."""
+    """Operations on one recording after another, with the ``seeds`` of its marks and ``counts`` of
+    the operations.
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = folder / "run.zarr"
@@ -231,7 +243,9 @@ class Soak:
         self._killed(writer, announced, 0)
 
     def replace(self) -> None:
-        """Replace the recording and sometimes kill the writer, which leaves the old recording or the new mark."""
+        """Replace the recording and sometimes kill the writer, which leaves the old recording or
+        the new mark.
+        """
         if not self.seeds:
             self.mark()
         self.runs += 1
@@ -264,7 +278,8 @@ class Soak:
         self._announced([*announced, *writer.end(kill=True)])
         if self.path.exists():  # there may be one more mark than was reported
             present = Child(marks, self.path).end()[0]
-            # There is at most one, as a mark is durable before it is reported, and the next begins after that.
+            # There is at most one, as a mark is durable before it is reported, and the next begins
+            # after that.
             assert 0 <= present - len(self.seeds) <= 1
             self.counts["not told"] += present - len(self.seeds)
             self.seeds += [self.first + len(self.seeds)] * (present - len(self.seeds))

@@ -1,4 +1,6 @@
-"""Recordings for tests of the store, in which every value follows from a number given with the mark."""
+"""Recordings for tests of the store, in which every value follows from a number given with the
+mark.
+"""
 
 import asyncio
 import os
@@ -20,7 +22,8 @@ from tcnn_probe.storage.place import run
 MAPS = "maps/5x3x11"
 LAYERS = {
     name: {"kind": "gpsa", "heads": heads}
-    # Two names are not ASCII, and one has a "#", which could be taken for a URL's fragment. One layer has fewer heads.
+    # Two names are not ASCII, and one has a "#", which could be taken for a URL's fragment. One
+    # layer has fewer heads.
     for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))
 }
 GROUPS = {
@@ -67,15 +70,17 @@ class Remote(MemoryStore):
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return values by group and variable: distinct for every seed, variable, layer, head, ... and exact."""
+    """Return values by group and variable: distinct for every seed, variable, layer, head, ... and
+    exact.
+    """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():
         arrays[path] = {}
         for number, (name, about) in enumerate(group.variables.items()):
             index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
             wide = (
-                # Whole numbers up to 2,048 are exact in float16; both factors are primes, so that different seeds have
-                # different values everywhere.
+                # Whole numbers up to 2,048 are exact in float16; both factors are primes, so that
+                # different seeds have different values everywhere.
                 (index + 661 * seed) % 2039
                 if group.maps
                 # Numbers below 2^53 are exact in float64 and int64.
@@ -93,9 +98,7 @@ def create(target: Any, **options: Any) -> EpochStore:
     return store
 
 
-def add(
-    store: EpochStore, mark: float, seed: int | None = None, **scalars: float
-) -> None:
+def add(store: EpochStore, mark: float, seed: int | None = None, **scalars: float) -> None:
     """Add a mark with the values of a seed, by default the mark itself."""
     rows = values(int(mark) if seed is None else seed)
     store.append(mark, GROUPS, rows, scalars, attrs={"made_by": "a test"})
@@ -133,13 +136,11 @@ def assert_holds(
 ) -> None:
     """Assert that a store, path or URL holds exactly these marks with the values of their seeds.
 
-    It is read through the root's metadata, as xarray does. Scalars are NaN for marks that are not listed; with None,
-    scalars are not checked.
+    It is read through the root's metadata, as xarray does. Scalars are NaN for marks that are not
+    listed; with None, scalars are not checked.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
-    arrays = run(
-        _arrays(source._place.store if isinstance(source, EpochStore) else source)
-    )
+    arrays = run(_arrays(source._place.store if isinstance(source, EpochStore) else source))
     rows = [values(seed) for seed in seeds.values()]
     for path, group in GROUPS.items():
         labels = {
@@ -164,9 +165,7 @@ def assert_holds(
 
 async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
     """Return the dimensions and values of all arrays, by path."""
-    group = await zarr.api.asynchronous.open_group(
-        store, mode="r", use_consolidated=True
-    )
+    group = await zarr.api.asynchronous.open_group(store, mode="r", use_consolidated=True)
     members = [
         (path, array)
         async for path, array in group.members(max_depth=None)
@@ -180,12 +179,11 @@ async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
 
 
 @contextmanager
-def steps(
-    crash_at: int | None = None, on: str = "", error: Any = Crash
-) -> Iterator[list[str]]:
+def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iterator[list[str]]:
     """Record the steps of writing that match a pattern, and let one step and all after it fail.
 
-    Steps are "set KEY" in a remote store, and "fsync PATH" and "replace PATH", with the new name, in directories.
+    Steps are "set KEY" in a remote store, and "fsync PATH" and "replace PATH", with the new name,
+    in directories.
     """
     done: list[str] = []
 
@@ -208,8 +206,6 @@ def steps(
             "fsync",
             lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}"),
         )
-        patch.setattr(
-            os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new))
-        )
+        patch.setattr(os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new)))
         patch.setattr(Remote, "set", remote_set)
         yield done

@@ -1,4 +1,6 @@
-"""Copies and selections of recordings, saved by xarray as zarr or netCDF; and one of several runs."""
+"""Copies and selections of recordings, saved by xarray as zarr or netCDF; and one of several
+runs.
+"""
 
 import json
 from pathlib import Path
@@ -12,18 +14,16 @@ import xarray as xr
 import tcnn_probe
 
 # xarray and zarr warn of what zarr's specification does not have yet.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*Zarr (V3 specification|format 3 specification)"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*Zarr (V3 specification|format 3 specification)")
 ATTRS = {"augment": True, "flips": [True, False], "rates": [0.1, 2], "seed": 3}
 NOT_OF_NETCDF = {"teacher": None, "schedule": {"warmup": [1, 2], "restarts": None}}
 
 
 @pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
-def tree(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> xr.DataTree:
-    """Gated heads, softmax heads with maps, attributes like those of tcnn-finetune, or several runs with maps."""
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> xr.DataTree:
+    """Gated heads, softmax heads with maps, attributes like those of tcnn-finetune, or several runs
+    with maps.
+    """
     if request.param in ("tcnn", "vit"):
         return tcnn_probe.load_example(request.param)
     path = tmp_path_factory.mktemp("copies") / "run.zarr"
@@ -45,9 +45,7 @@ def record_run(path: Path, scale: float = 1.0) -> None:
 
 
 @pytest.mark.study(but=["vit"])
-def test_every_group_goes_through_netcdf_and_back(
-    tree: xr.DataTree, tmp_path: Path
-) -> None:
+def test_every_group_goes_through_netcdf_and_back(tree: xr.DataTree, tmp_path: Path) -> None:
     for number, node in enumerate(tree.subtree):
         group, path = node.to_dataset(), tmp_path / f"{number}.nc"
         group.to_netcdf(path)
@@ -67,12 +65,8 @@ def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
-@pytest.mark.parametrize(
-    "selection", [{"epoch": [0]}, {"layer": [1]}, {"head": [0, 2]}]
-)
-def test_a_selection_is_a_recording(
-    selection: dict[str, list[int]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("selection", [{"epoch": [0]}, {"layer": [1]}, {"head": [0, 2]}])
+def test_a_selection_is_a_recording(selection: dict[str, list[int]], tmp_path: Path) -> None:
     record_run(tmp_path / "run.zarr")
     whole = xr.open_zarr(tmp_path / "run.zarr")
     whole.isel(selection).to_zarr(tmp_path / "part.zarr")

@@ -39,11 +39,7 @@ def place(kind: str, folder: Path, copy: Any = None) -> Any:
     """Return a new place of a kind, empty or with a copy of another place."""
     if kind == "remote":
         return tables.Remote({} if copy is None else dict(copy._store_dict))
-    return (
-        folder / "run.zarr"
-        if copy is None
-        else Path(shutil.copytree(copy, folder / "run.zarr"))
-    )
+    return folder / "run.zarr" if copy is None else Path(shutil.copytree(copy, folder / "run.zarr"))
 
 
 @pytest.mark.parametrize("kind", ["directory", "remote"])
@@ -64,9 +60,7 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
         killed = create(place(kind, tmp_path / f"{number} killed", target))
         assert killed.marks == ((0, 1) if landed else (0,))
         if landed:
-            assert_holds(
-                killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}}
-            )
+            assert_holds(killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
         else:
             assert_holds(target, [0], {"top1": {0: 0.0}})
         for writer in (store, *(() if landed else (killed,))):
@@ -127,15 +121,15 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
     add(store, 1, top1=0.5, fresh=1.0)
     store.close()
     assert not list(tmp_path.rglob(".*"))
-    assert_holds(
-        tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}}
-    )
+    assert_holds(tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}})
 
 
 def test_leftovers_of_a_crashed_mark_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leftovers are a scalar that recurs in a later chunk, a map that becomes NaN and half a file."""
+    """Leftovers are a scalar that recurs in a later chunk, a map that becomes NaN and half a
+    file.
+    """
     # Chunks have so few marks that a second one begins here.
     monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 3)
     path = tmp_path / "run.zarr"
@@ -143,9 +137,9 @@ def test_leftovers_of_a_crashed_mark_are_written_over(
     add(store, 0)
     with steps(0, "run.zarr/zarr.json$"), pytest.raises(Crash):
         add(store, 1, 9, fresh=9.0)
-    (
-        path / MAPS / "saliency" / "c" / "0" / "0" / "0" / "0" / "0" / ".0.partial"
-    ).write_bytes(b"half a sh")
+    (path / MAPS / "saliency" / "c" / "0" / "0" / "0" / "0" / "0" / ".0.partial").write_bytes(
+        b"half a sh"
+    )
     dies(store)
     before = contents(path)
     store = create(path)
@@ -182,7 +176,9 @@ def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> 
 def test_interrupt_from_the_keyboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """Writes in progress end before the interrupt is raised, so they cannot overwrite later ones."""
+    """Writes in progress end before the interrupt is raised, so they cannot overwrite later
+    ones.
+    """
     # Background jobs ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     store = create(tmp_path / "run.zarr")
@@ -194,9 +190,7 @@ def test_interrupt_from_the_keyboard(
         if path == tmp_path / "run.zarr" / slow:
             threading.Timer(
                 0.1,
-                lambda: signal.pthread_kill(
-                    threading.main_thread().ident, signal.SIGINT
-                ),
+                lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT),
             ).start()
             time.sleep(0.4)
         original(self, path, data)

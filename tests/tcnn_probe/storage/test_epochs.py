@@ -60,20 +60,19 @@ def test_marks_in_several_chunks(
         if mark in (2, 3, 4, 7):  # the store is resumed on both sides of a boundary
             dies(store)
             store = create(path)
-    assert_holds(
-        store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}}
-    )
+    assert_holds(store, list(range(9)), {"late": {mark: mark / 7 for mark in range(6, 9)}})
     assert store.groups == GROUPS
     store.close()
     unconsolidated = zarr.open_group(path, mode="r", use_consolidated=False)
     assert [
-        unconsolidated[name].shape[0]
-        for name in ("epoch", "gate", "late", f"{MAPS}/saliency")
+        unconsolidated[name].shape[0] for name in ("epoch", "gate", "late", f"{MAPS}/saliency")
     ] == [9] * 4
 
 
 def with_late_layer(groups: Mapping[str, Group], number: int) -> dict[str, Group]:
-    """Return the groups with one more layer in each, which has more heads, and with a group of maps of its own."""
+    """Return the groups with one more layer in each, which has more heads, and with a group of maps
+    of its own.
+    """
     grown = {}
     for path, group in groups.items():
         layers = {**group.layers, f"late.{number}": {"kind": "late"}}
@@ -94,7 +93,9 @@ def row_of(groups: Mapping[str, Group], mark: int) -> dict[str, dict[str, np.nda
 
 
 def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
-    """Assert that each mark of a recording has the values of its groups, and fill values around them."""
+    """Assert that each mark of a recording has the values of its groups, and fill values around
+    them.
+    """
     tree = open_recording(place)
     assert tree.epoch.values.tolist() == list(range(len(groups)))
     for path, group in groups[-1].items():
@@ -113,7 +114,9 @@ def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
 def test_layers_join_and_a_crash_meanwhile_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Layers join before and after a boundary of chunks, also one by one in the same chunk of layers."""
+    """Layers join before and after a boundary of chunks, also one by one in the same chunk of
+    layers.
+    """
     monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 4)
     path = Remote() if kind == "memory" else tmp_path / "run.zarr"
     groups = {"": Group({}, {})}
@@ -189,10 +192,7 @@ def test_wrong_marks_and_values_are_refused() -> None:
     for target_store in (store, create(None)):
         for rows, scalars, message in (
             (flat, {}, r"gate: expected shape \(3, 5\), got \(5, 3\)"),
-            *(
-                (right, {name: 1.0}, f"'{name}' is the name of something else")
-                for name in occupied
-            ),
+            *((right, {name: 1.0}, f"'{name}' is the name of something else") for name in occupied),
         ):
             with pytest.raises(ValueError, match=message):
                 target_store.append(2, GROUPS, rows, scalars)

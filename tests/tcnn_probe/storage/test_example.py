@@ -64,9 +64,7 @@ def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
 
 
 @pytest.mark.parametrize("name", ["tcnn", "vit"])
-def test_a_recording_of_an_earlier_version_is_continued(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_recording_of_an_earlier_version_is_continued(tmp_path: Path, name: str) -> None:
     """It keeps its layout, here maps in shards, and its variables."""
     archive = {"tcnn": "example.zip", "vit": "example_vit.zip"}[name]
     with zipfile.ZipFile(Path(tcnn_probe.storage.__file__).with_name(archive)) as file:
@@ -93,9 +91,7 @@ def test_a_recording_of_an_earlier_version_is_continued(
         for values in group.data_vars.values():
             last = values.isel(epoch=-1).values
             # No scalar was given.
-            assert (
-                np.isnan(last) if path == "/" else (last == last.dtype.type(0.5)).all()
-            )
+            assert np.isnan(last) if path == "/" else (last == last.dtype.type(0.5)).all()
 
 
 def documents(path: Path) -> dict[str, Any]:

@@ -77,9 +77,7 @@ def test_two_recorders_that_begin_the_same_store(tmp_path: Path) -> None:
     for target in (tmp_path / "run.zarr", Remote()):
         first, second = create(target), create(target)
         add(first, 0)
-        with pytest.raises(
-            StoreError, match=r"another recorder writes .*created in the meantime"
-        ):
+        with pytest.raises(StoreError, match=r"another recorder writes .*created in the meantime"):
             add(second, 0, 7)
         assert_holds(first, [0])
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]

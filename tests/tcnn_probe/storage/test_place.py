@@ -111,9 +111,7 @@ def test_missing_recordings_are_reported(tmp_path: Path) -> None:
     for use in (store.dataset, store.tree):
         with pytest.raises(StoreError, match=r"run.zarr holds nothing yet"):
             use()
-    with pytest.raises(
-        StoreError, match=r"run.zarr holds no recording: nothing is there"
-    ):
+    with pytest.raises(StoreError, match=r"run.zarr holds no recording: nothing is there"):
         open_recording(path)
     # Reading must not create the missing directory.
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +140,9 @@ def test_attributes_beyond_json_are_refused(value: object) -> None:
 def test_empty_directories_and_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty directory is accepted, and a relative path keeps its meaning after a change of the working directory."""
+    """An empty directory is accepted, and a relative path keeps its meaning after a change of the
+    working directory.
+    """
     for name in ("empty", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -155,16 +155,12 @@ def test_empty_directories_and_relative_paths(
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_impossible_targets_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording(tmp_path / "run.zarr")
     (tmp_path / "file").write_text("")
     only_read = LocalStore(tmp_path / "run.zarr", read_only=True)
     assert open_recording(only_read).epoch.values.tolist() == [0]
-    occupied = MemoryStore(
-        {"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")}
-    )
+    occupied = MemoryStore({"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")})
     # Tests may run as root, who has all rights.
     monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
     # None makes an import fail, as if the package were not installed.
@@ -202,7 +198,9 @@ def zipped(path: Path) -> Path:
 
 
 def test_zip_files(tmp_path: Path) -> None:
-    """A zip file is read if it is opened or closed; one that is damaged, or no zip file, is refused."""
+    """A zip file is read if it is opened or closed; one that is damaged, or no zip file, is
+    refused.
+    """
     path = zipped(tmp_path / "run.zarr")
     store = ZipStore(path)
     # The file is already open the second time.

@@ -29,9 +29,10 @@ def test_tree_of_groups(tmp_path: Path) -> None:
             "x": 11,
         }
         assert json.loads(tree["heads"].attrs["layers"]) == LAYERS
-        assert tree[MAPS].saliency.sel(
-            epoch=3, layer="層", head=4, image=17
-        ).values.shape == (3, 11)
+        assert tree[MAPS].saliency.sel(epoch=3, layer="層", head=4, image=17).values.shape == (
+            3,
+            11,
+        )
         assert not tree[MAPS].saliency._in_memory  # the values are read on access
 
 
@@ -47,15 +48,15 @@ def test_attributes_of_a_recording(tmp_path: Path) -> None:
     assert ds.top1.attrs["description"] == "As given to mark()."
     assert "kernel tap" in ds["head"].attrs["description"]
     assert list(
-        json.loads(
-            xr.open_zarr(tmp_path / "run.zarr", group="layer_scale").attrs["layers"]
-        )
+        json.loads(xr.open_zarr(tmp_path / "run.zarr", group="layer_scale").attrs["layers"])
     ) == ["a.ls1", ""]
     assert store.groups == GROUPS
 
 
 def test_metadata_are_strict_json(tmp_path: Path) -> None:
-    """The metadata are strict JSON, with a fill value unequal to any value and a checksum on every chunk."""
+    """The metadata are strict JSON, with a fill value unequal to any value and a checksum on every
+    chunk.
+    """
     add(create(tmp_path / "run.zarr"), 0, top1=0.5)
     kinds = set()
     for name in tmp_path.rglob("zarr.json"):
@@ -81,9 +82,7 @@ def test_metadata_are_strict_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_a_dataset_keeps_its_marks_when_others_are_added(
-    tmp_path: Path, in_memory: bool
-) -> None:
+def test_a_dataset_keeps_its_marks_when_others_are_added(tmp_path: Path, in_memory: bool) -> None:
     store = create(None if in_memory else tmp_path / "run.zarr")
     early = {}
     for mark in range(4):
@@ -91,6 +90,4 @@ def test_a_dataset_keeps_its_marks_when_others_are_added(
         early[mark + 1] = store.dataset()
     for count, ds in early.items():
         assert ds.epoch.values.tolist() == list(range(count))
-        np.testing.assert_array_equal(
-            ds.gate, [values(mark)[""]["gate"] for mark in range(count)]
-        )
+        np.testing.assert_array_equal(ds.gate, [values(mark)[""]["gate"] for mark in range(count)])

@@ -26,9 +26,7 @@ def record_epochs(
             model((epoch + 1) * IMAGES)
             recorder.mark(epoch=epoch, top1=epoch / 7)
             if path is not None:
-                assert xr.open_zarr(path).epoch.values.tolist() == list(
-                    range(epoch + 1)
-                )
+                assert xr.open_zarr(path).epoch.values.tolist() == list(range(epoch + 1))
     return recorder.dataset
 
 

@@ -1,4 +1,6 @@
-"""``mode="w"`` keeps the old recording whole until the new one is there, and deletes nothing of the user."""
+"""``mode="w"`` keeps the old recording whole until the new one is there, and deletes nothing of the
+user.
+"""
 
 import errno
 import os
@@ -37,7 +39,9 @@ def replace(path: Path) -> EpochStore:
 
 
 def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Run ``work`` in a process that exits before change number ``number``, as if killed; return the changes so far."""
+    """Run ``work`` in a process that exits before change number ``number``, as if killed; return
+    the changes so far.
+    """
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
@@ -68,7 +72,8 @@ def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
 def test_a_kill_at_any_change_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     recording(tmp_path / "whole" / "run.zarr", 2)
     changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
-    # All changes near the two renamings are tried, and a sample of the others; after them, the old files are deleted.
+    # All changes near the two renamings are tried, and a sample of the others; after them, the old
+    # files are deleted.
     swap = max(n for n, change in enumerate(changes) if change == "replace")
     # There are enough changes on both sides for a meaningful sample.
     assert len(changes) > swap + 30 > 60
@@ -105,7 +110,9 @@ def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
 
 
 def test_killed_replacement_in_stores_without_renaming() -> None:
-    """The old recording is deleted first; a killed recorder leaves no recording, and the place can be recorded to."""
+    """The old recording is deleted first; a killed recorder leaves no recording, and the place can
+    be recorded to.
+    """
     recording(target := Remote(), 2)
     delete = target.delete
     deleted = []
@@ -148,9 +155,7 @@ def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "kind", ["array", "group", "folder", "link", "xarray's array", "xarray's group"]
 )
-def test_recordings_with_files_of_the_user_are_not_replaced(
-    tmp_path: Path, kind: str
-) -> None:
+def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind: str) -> None:
     recording(path := tmp_path / "run.zarr")
     root = zarr.open_group(path, mode="r+", use_consolidated=False)
     mine = xr.Dataset({"mine": ("mine_x", [1.0, 2.0])}, attrs=xr.open_zarr(path).attrs)

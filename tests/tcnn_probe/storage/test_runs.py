@@ -25,7 +25,9 @@ def _record(
     marks: Sequence[float],
     about: dict[str, Any],
 ) -> Path:
-    """Record numbers of every head, maps of the first layer if there are three heads, class indices, and the rate."""
+    """Record numbers of every head, maps of the first layer if there are three heads, class
+    indices, and the rate.
+    """
     groups = {
         "": Group(
             {
@@ -37,9 +39,7 @@ def _record(
         )
     }
     if heads == 3:
-        look = Variable(
-            ("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16"
-        )
+        look = Variable(("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16")
         groups[MAPS] = Group(
             {"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True
         )
@@ -139,9 +139,7 @@ def test_runs_are_joined(three: list[Path]) -> None:
         {"epoch": [], "head": -1},
     ],
 )
-def test_parts_read_lazily_equal_parts_of_the_whole(
-    three: list[Path], key: dict[str, Any]
-) -> None:
+def test_parts_read_lazily_equal_parts_of_the_whole(three: list[Path], key: dict[str, Any]) -> None:
     # Parts are read lazily from the stores and compared with numpy's indexing of the whole.
     complete = open(three)["heads"].gate
     np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
@@ -189,10 +187,7 @@ def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
     """A coordinate and a group cannot have the same name, and no name can be a path."""
     names = ("heads", "maps", "run", "epoch", "gate", "optimizer/lr")
     about = [dict.fromkeys(names, run) for run in range(2)]
-    paths = [
-        _record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run])
-        for run in range(2)
-    ]
+    paths = [_record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run]) for run in range(2)]
     tree = open(paths)
     assert {*tree.groups} == {"/", "/heads", "/maps", f"/{MAPS}"}
     for group in (tree, tree["heads"], tree[MAPS]):
@@ -236,6 +231,4 @@ def test_reductions_by_dask_equal_those_of_numpy(three: list[Path]) -> None:
     assert by_dask.chunks is not None
     expected = np.nanmean(maps.values.astype(float), axis=(0, 1))
     # dask adds float64 numbers chunk by chunk, in another order.
-    np.testing.assert_allclose(
-        by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12
-    )
+    np.testing.assert_allclose(by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12)

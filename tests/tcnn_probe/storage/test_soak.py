@@ -1,4 +1,6 @@
-"""One round of the soak: writers and copies killed at any moment, readers, refused recorders and forks."""
+"""One round of the soak: writers and copies killed at any moment, readers, refused recorders and
+forks.
+"""
 
 import os
 import re
@@ -27,6 +29,4 @@ def test_one_round(tmp_path: Path) -> None:
     assert run.returncode == 0
     assert run.stderr == ""
     assert list(tmp_path.rglob("*.zarr")) == []
-    assert re.search(
-        r"1 rounds, no mark lost, no value wrong: .*'marks': [1-9]", run.stdout
-    )
+    assert re.search(r"1 rounds, no mark lost, no value wrong: .*'marks': [1-9]", run.stdout)

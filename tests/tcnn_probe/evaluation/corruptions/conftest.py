@@ -20,9 +20,7 @@ def image() -> NDArray[Any]:
     """Uint8 image (43, 61, 3) with edges, flat regions and all grey levels."""
     from sklearn.datasets import load_sample_image
 
-    return np.ascontiguousarray(
-        load_sample_image("china.jpg")[10:424:9, 5:608:10][:43, :61]
-    )
+    return np.ascontiguousarray(load_sample_image("china.jpg")[10:424:9, 5:608:10][:43, :61])
 
 
 @pytest.fixture
@@ -50,9 +48,7 @@ def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
             pytest.skip(f"the reference package cannot be imported here: {error}")
     gaussian = corruptions.gaussian
 
-    def as_formerly(
-        values: Any, sigma: Any, multichannel: bool = False, **options: Any
-    ) -> Any:
+    def as_formerly(values: Any, sigma: Any, multichannel: bool = False, **options: Any) -> Any:
         return gaussian(
             # scikit-image 0.19 renamed multichannel.
             values,

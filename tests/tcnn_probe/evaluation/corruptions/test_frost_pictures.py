@@ -16,9 +16,7 @@ from tcnn_probe.evaluation.corruptions.frost_pictures import (
 
 def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
     ours = texture()
-    photographs = [
-        picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]
-    ]
+    photographs = [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]]
     # The mean colours are similar.
     np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)
     assert 0.07 < ours.mean(2).std() < 0.13  # for the photographs, 0.06 to 0.17
@@ -36,9 +34,7 @@ def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
         ([np.full((5, 7, 3), np.nan)], ValueError, "got nan"),
     ],
 )
-def test_bad_pictures_are_refused(
-    pictures: Any, error: type[Exception], message: str
-) -> None:
+def test_bad_pictures_are_refused(pictures: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_photographs(pictures)
 
@@ -49,8 +45,8 @@ def test_crops_lie_anywhere_in_the_picture() -> None:
     picture = np.stack([y, x, 0 * x], -1) / 20
     corners = {
         tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20))
-        # There are 32 corners. The probability to miss one in 200 draws is 32 (31/32)^200 = 0.06, and the draws are
-        # always the same.
+        # There are 32 corners. The probability to miss one in 200 draws is 32 (31/32)^200 = 0.06,
+        # and the draws are always the same.
         for n in range(200)
     }
     assert corners == {(y, x) for y in range(4) for x in range(8)}

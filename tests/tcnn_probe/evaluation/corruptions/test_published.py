@@ -1,7 +1,7 @@
 """Corruptions against the package imagecorruptions, with the same random numbers.
 
-The package is the published code, ported to any image size. Where it departs from the published code
-(elastic_transform; boxes in pixelate), that code is rewritten here.
+The package is the published code, ported to any image size. Where it departs from the published
+code (elastic_transform; boxes in pixelate), that code is rewritten here.
 """
 
 from pathlib import Path
@@ -16,8 +16,8 @@ from PIL import Image
 from tcnn_probe.evaluation import CORRUPTIONS, corrupt
 from tcnn_probe.evaluation.corrupt_images import _random_state
 
-# These are the largest differences in levels of 256. For those of 1, the reference rounds to whole levels on the way,
-# and ours does not.
+# These are the largest differences in levels of 256. For those of 1, the reference rounds to whole
+# levels on the way, and ours does not.
 DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {
     "glass_blur": 1.0,
     "snow": 1.0,
@@ -29,11 +29,11 @@ SEED = 5
 def damaged(
     reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState
 ) -> NDArray[Any]:
-    """Corrupt an image by the reference, which draws from NumPy's global generator; its result is not rounded."""
+    """Corrupt an image by the reference, which draws from NumPy's global generator; its result is
+    not rounded.
+    """
     np.random.set_state(random.get_state())  # noqa: NPY002
-    function = (
-        elastic_transform if name == "elastic_transform" else getattr(reference, name)
-    )
+    function = elastic_transform if name == "elastic_transform" else getattr(reference, name)
     arguments = (
         (reference, image, severity)
         if name == "elastic_transform"
@@ -42,9 +42,7 @@ def damaged(
     return np.asarray(function(*arguments), dtype=float)
 
 
-@pytest.mark.study(
-    but=["contrast-3", "fog-3", "gaussian_noise-3", "jpeg_compression-3"]
-)
+@pytest.mark.study(but=["contrast-3", "fog-3", "gaussian_noise-3", "jpeg_compression-3"])
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     "name", [name for name in CORRUPTIONS if name not in ("frost", "elastic_transform")]
@@ -65,9 +63,7 @@ def test_corruptions_equal_the_reference(
         image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)
     )
     expected = damaged(reference, name, image, severity, RandomState(MT19937(SEED)))
-    np.testing.assert_allclose(
-        np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name]
-    )
+    np.testing.assert_allclose(np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name])
     assert np.abs(expected - image).mean() > 1  # the corruption changes the image
 
 
@@ -76,9 +72,7 @@ def test_corrupt_equals_the_reference_at_the_published_size(
     name: str, reference: Any, image: NDArray[Any]
 ) -> None:
     """This tests the rest of corrupt(): random numbers, the scale, and rounding to uint8."""
-    large = np.asarray(
-        Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC)
-    )
+    large = np.asarray(Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC))
     draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
     expected = damaged(reference, name, large, 2, draws)
@@ -96,9 +90,7 @@ def test_frost_with_the_published_pictures(
         picture = reference.cv2.imread(str(file))
         size = tuple(int(np.ceil(side * 1.1)) for side in picture.shape[1::-1])
         pictures.append(
-            reference.cv2.resize(
-                picture, size, interpolation=reference.cv2.INTER_CUBIC
-            )[..., ::-1]
+            reference.cv2.resize(picture, size, interpolation=reference.cv2.INTER_CUBIC)[..., ::-1]
         )
     parameters = CORRUPTIONS["frost"].at(severity)
     random = RandomState(MT19937(SEED))
@@ -116,28 +108,21 @@ def test_frost_with_the_published_pictures(
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
-def test_elastic_transform_as_published(
-    severity: int, reference: Any, image: NDArray[Any]
-) -> None:
-    # The image is larger than the fixture, as displacements of up to 24 pixels would leave that one.
+def test_elastic_transform_as_published(severity: int, reference: Any, image: NDArray[Any]) -> None:
+    # The image is larger than the fixture, as displacements of up to 24 pixels would leave that
+    # one.
     image = np.asarray(Image.fromarray(image).resize((137, 131)))
     corruption = CORRUPTIONS["elastic_transform"]
     ours = (
-        corruption.function(
-            image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)
-        )
+        corruption.function(image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity))
         * 255
     )
-    expected = damaged(
-        reference, "elastic_transform", image, severity, RandomState(MT19937(SEED))
-    )
+    expected = damaged(reference, "elastic_transform", image, severity, RandomState(MT19937(SEED)))
     np.testing.assert_allclose(np.clip(ours, 0, 255), expected, rtol=0, atol=0.01)
     assert np.abs(expected - image).mean() > 10
 
 
-def elastic_transform(
-    reference: Any, image: NDArray[Any], severity: int
-) -> NDArray[Any]:
+def elastic_transform(reference: Any, image: NDArray[Any], severity: int) -> NDArray[Any]:
     """Apply the published code, which is for square images, rewritten without OpenCV."""
     height, width, _ = image.shape
     third = min(image.shape[:2]) // 3
@@ -160,13 +145,10 @@ def elastic_transform(
     fields = []
     for _ in range(2):
         noise = np.random.uniform(-1, 1, size=(height, width))  # noqa: NPY002
-        fields.append(
-            reference.gaussian(noise, sigma, mode="reflect", truncate=3) * amplitude
-        )
+        fields.append(reference.gaussian(noise, sigma, mode="reflect", truncate=3) * amplitude)
     places = [y + fields[1], x + fields[0]]
     channels = [
-        reference.map_coordinates(warped[..., c], places, order=1, mode="reflect")
-        for c in range(3)
+        reference.map_coordinates(warped[..., c], places, order=1, mode="reflect") for c in range(3)
     ]
     return np.clip(np.stack(channels, -1), 0, 1) * 255
 
@@ -179,14 +161,13 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
             row = np.floor(y) + down
             column = np.floor(x) + right
             weight = (1 - np.abs(y - row)) * (1 - np.abs(x - column))
-            pixels = image[
-                _mirrored(row, len(image)), _mirrored(column, image.shape[1])
-            ]
+            pixels = image[_mirrored(row, len(image)), _mirrored(column, image.shape[1])]
             values += weight[:, None] * pixels
     return values
 
 
 def _mirrored(index: NDArray[Any], size: int) -> NDArray[Any]:
-    # Pixels beyond the border repeat in reverse order without the outermost ones, with a period of 2 size - 2.
+    # Pixels beyond the border repeat in reverse order without the outermost ones, with a period of
+    # 2 size - 2.
     last = size - 1
     return np.abs((index + last) % (2 * last) - last).astype(int)

@@ -28,10 +28,9 @@ def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
 
 def test_shrink_equals_means_over_samples() -> None:
     layer = np.random.default_rng(0).random((23, 29, 3))
-    # The slow means take 60 x 60 points of each cell, so that edges of pixels are off by up to 1 / 120 of a cell.
-    np.testing.assert_allclose(
-        shrink(layer, (11, 7)), slow_means(layer, (11, 7)), atol=0.01
-    )
+    # The slow means take 60 x 60 points of each cell, so that edges of pixels are off by up to 1 /
+    # 120 of a cell.
+    np.testing.assert_allclose(shrink(layer, (11, 7)), slow_means(layer, (11, 7)), atol=0.01)
     np.testing.assert_allclose(
         shrink(layer[..., 0], (11, 7)), slow_means(layer[..., 0], (11, 7)), atol=0.01
     )

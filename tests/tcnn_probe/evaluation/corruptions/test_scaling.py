@@ -1,7 +1,7 @@
 """A small image is treated as an image of the published size that is seen at a lower resolution.
 
-Each image is enlarged seven times by boxes and corrupted as published. The corruption of the small image must equal the
-result, seen at the lower resolution.
+Each image is enlarged seven times by boxes and corrupted as published. The corruption of the small
+image must equal the result, seen at the lower resolution.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from PIL import Image
 from tcnn_probe.evaluation import CORRUPTIONS
 from tcnn_probe.evaluation.corruptions.resampling import scale_of
 
-# 32 pixels times 7 are 224; 7 is odd, so that each pixel of the small image has a central one in the large image.
+# 32 pixels times 7 are 224; 7 is odd, so that each pixel of the small image has a central one in
+# the large image.
 TIMES = 7
 
 
@@ -40,16 +41,12 @@ def enlarged(image: NDArray[Any]) -> NDArray[Any]:
 
 def averaged(image: NDArray[Any]) -> NDArray[Any]:
     height, width, channels = image.shape
-    return image.reshape(height // TIMES, TIMES, width // TIMES, TIMES, channels).mean(
-        (1, 3)
-    )
+    return image.reshape(height // TIMES, TIMES, width // TIMES, TIMES, channels).mean((1, 3))
 
 
 @pytest.mark.parametrize("severity", [1, 5])
 @pytest.mark.parametrize("name", ["snow", "frost"])
-def test_added_layers_are_averaged(
-    name: str, severity: int, small: NDArray[Any]
-) -> None:
+def test_added_layers_are_averaged(name: str, severity: int, small: NDArray[Any]) -> None:
     large = enlarged(small)
     assert scale_of(small.shape) == pytest.approx(1 / TIMES)
     assert scale_of(large.shape) == 1
@@ -70,27 +67,22 @@ def test_discs_of_defocus_blur_are_averaged(severity: int, small: NDArray[Any]) 
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
-def test_strokes_of_motion_blur_are_shortened(
-    severity: int, small: NDArray[Any]
-) -> None:
+def test_strokes_of_motion_blur_are_shortened(severity: int, small: NDArray[Any]) -> None:
     half = TIMES // 2
     for seed in range(5):  # each seed gives another direction
-        expected = run("motion_blur", enlarged(small), severity, seed)[
-            half::TIMES, half::TIMES
-        ]
+        expected = run("motion_blur", enlarged(small), severity, seed)[half::TIMES, half::TIMES]
         blurred = run("motion_blur", small, severity, seed)
         assert (
             np.square(blurred - expected).mean()
-            # Shorter strokes have fewer samples, so the error may be a twentieth of the blur itself.
+            # Shorter strokes have fewer samples, so the error may be a twentieth of the blur
+            # itself.
             < 0.05 * np.square(expected - small).mean()
         )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("severity", [1, 3, 5])
-def test_pixels_are_displaced_one_by_one(
-    severity: int, scale: float, small: NDArray[Any]
-) -> None:
+def test_pixels_are_displaced_one_by_one(severity: int, scale: float, small: NDArray[Any]) -> None:
     # There is no blur before and after, so that pixels are moved but not mixed.
     parameters = CORRUPTIONS["glass_blur"].at(severity) | {"deviation": 1e-6}
     displaced = CORRUPTIONS["glass_blur"].function(
@@ -102,9 +94,7 @@ def test_pixels_are_displaced_one_by_one(
     height, width, _ = small.shape
     margin = int(np.ceil(reach * scale))
     for _ in range(int(parameters["rounds"])):
-        moves = random.randint(
-            -reach, reach, size=(height - 2 * margin, width - 2 * margin, 2)
-        )
+        moves = random.randint(-reach, reach, size=(height - 2 * margin, width - 2 * margin, 2))
         # Fractions of a pixel are rounded up or down at random, so that they are right on average.
         up = random.random_sample(moves.shape) if scale < 1 else np.zeros(moves.shape)
         for i, y in enumerate(range(height - margin, margin, -1)):
@@ -127,9 +117,7 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
         )
         parameters = CORRUPTIONS["elastic_transform"].at(severity) | {"corners": 0.0}
         function = CORRUPTIONS["elastic_transform"].function
-        warped = function(
-            ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters
-        )
+        warped = function(ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters)
         sizes.append((warped - ramp)[8:-8, 8:-8].std())
     # Smooth random fields have few independent parts, so that their standard deviations scatter.
     assert sizes[1] / sizes[0] == pytest.approx(0.5, rel=0.1)
@@ -156,7 +144,8 @@ def test_corners_of_the_elastic_map_are_scaled(small: NDArray[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tolerance"),
-    # Zooming interpolates between pixels, of which the small image has fewer; the others act on single pixels.
+    # Zooming interpolates between pixels, of which the small image has fewer; the others act on
+    # single pixels.
     [("zoom_blur", 0.25), ("contrast", 1e-9), ("brightness", 1e-9)],
 )
 def test_corruptions_without_lengths_do_not_depend_on_the_scale(
@@ -164,10 +153,7 @@ def test_corruptions_without_lengths_do_not_depend_on_the_scale(
 ) -> None:
     expected = averaged(run(name, enlarged(small), 3))
     corrupted = run(name, small, 3)
-    assert (
-        np.square(corrupted - expected).mean()
-        < tolerance * np.square(expected - small).mean()
-    )
+    assert np.square(corrupted - expected).mean() < tolerance * np.square(expected - small).mean()
 
 
 def test_large_images_get_the_published_lengths() -> None:
