@@ -25,8 +25,8 @@ pretrained_heads.zarr   all numbers: the recording, costs of each head and rung,
 Protocol, written before the results of the network that is named below
 -----------------------------------------------------------------------
 Network: DINOv2's ViT-S/14, fine-tuned to predict what is important in a photograph (72 heads);
---weights. Photographs: Imagenette's validation images, evenly spread over its ten classes, 16 to fit
-(the recording, M, T, kernels, orders) and 12 others to evaluate. Nothing is trained.
+--weights. Photographs: Imagenette's validation images, evenly spread over its ten classes, 16 to
+fit (the recording, M, T, kernels, orders) and 12 others to evaluate. Nothing is trained.
 
 Cost of a head at a rung: norm of the change of the last patch features over the norm of these
 features, for each evaluated image; a cost of a head is the mean over images. For the saliency
