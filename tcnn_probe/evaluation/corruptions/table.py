@@ -40,7 +40,7 @@ class Corruption:
     @property
     def description(self) -> str:
         """First sentence of the function's docstring."""
-        return (inspect.getdoc(self.function) or "").split("\n")[0].rstrip(".")
+        return " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split()).rstrip(".")
 
     def at(self, severity: int) -> dict[str, float]:
         """Return the parameters at a severity from 1 to 5."""
