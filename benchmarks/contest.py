@@ -1,5 +1,5 @@
-"""Comparison of several ways to compute the same result: time as a ratio, peak memory in a separate
-process.
+"""Comparison of several ways to compute the same result:
+time as a ratio, peak memory in a separate process.
 
 A benchmark passes its contests to :func:`main`. Contestants take turns, in an order drawn anew each
 time, so that other load on the machine and the contents of its caches affect all of them alike; a
@@ -124,8 +124,8 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
 
 
 def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
-    """Measure the bytes that a step adds at its peak, by contest and contestant, each in a separate
-    process.
+    """Measure the bytes that a step adds at its peak,
+    by contest and contestant, each in a separate process.
     """
     with tqdm(total=sum(map(len, contests.values())), disable=None, leave=False) as bar:
         peaks: dict[str, dict[str, int]] = {name: {} for name in contests}
@@ -137,8 +137,8 @@ def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
 
 
 def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
-    """Return a step of forward and backward with the output's sum of squares as the loss; gradients
-    are dropped.
+    """Return a step of forward and backward with the output's sum
+    of squares as the loss; gradients are dropped.
     """
 
     def step() -> None:

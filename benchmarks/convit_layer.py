@@ -1,5 +1,5 @@
-"""(a) timm's ConViT GPSA layer against itself accelerated: same weights, 9 heads, 144 channels,
-forward and backward.
+"""(a) timm's ConViT GPSA layer against itself accelerated:
+same weights, 9 heads, 144 channels, forward and backward.
 
 The lower bound is timm's plain attention of the same width, fused: a layer without positional
 attention and gates.

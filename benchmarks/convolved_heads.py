@@ -1,5 +1,5 @@
-"""A vision transformer some of whose heads are convolutions (``tcnn_model.convolve``), against all
-heads attending.
+"""A vision transformer some of whose heads are convolutions (``tcnn_model.convolve``),
+against all heads attending.
 
     python benchmarks/convolved_heads.py     about 10 minutes on one core
 

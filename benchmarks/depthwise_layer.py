@@ -1,5 +1,5 @@
-"""A depthwise GPSA layer, whose W_out weights the values before attention gathers them, against the
-other order.
+"""A depthwise GPSA layer, whose W_out weights the values
+before attention gathers them, against the other order.
 
 python benchmarks/depthwise_layer.py       about 3 minutes on one core
 

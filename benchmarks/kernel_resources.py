@@ -1,5 +1,5 @@
-"""(k) Resources of the softmax statistics kernel, compiled for compute capability 9.0, and lower
-bounds of its time.
+"""(k) Resources of the softmax statistics kernel,
+compiled for compute capability 9.0, and lower bounds of its time.
 
     # registers, spills, shared memory, roofline; a minute on one core, no GPU
     python benchmarks/kernel_resources.py
@@ -46,8 +46,8 @@ HEADS = (32, 64, 80, 128)
 
 
 class Resources(NamedTuple):
-    """Resources of a compiled kernel: registers of a thread, bytes of its stack, bytes of shared
-    memory.
+    """Resources of a compiled kernel: registers of a thread,
+    bytes of its stack, bytes of shared memory.
     """
 
     registers: int
@@ -72,8 +72,8 @@ class _Hopper:
 
 @contextmanager
 def compiling() -> Iterator[list[Resources]]:
-    """Compile the kernels of the block without launching them, and yield the list of their
-    resources.
+    """Compile the kernels of the block without launching them,
+    and yield the list of their resources.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction

@@ -1,5 +1,5 @@
-"""(o) Reading of a long recording: the time to open it whole, in part and as a report, and its size
-on the disk.
+"""(o) Reading of a long recording: the time to open it whole,
+in part and as a report, and its size on the disk.
 
     # 300 epochs of 24 layers with 16 heads; about 3 minutes
     python benchmarks/read_recording.py

@@ -39,8 +39,8 @@ def forward(model: nn.Module, images: Tensor) -> float:
 def ratios(
     recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int, **options: Any
 ) -> list[float]:
-    """Return the ratio, in each round, of the time of the recorded model to that of the plain
-    model.
+    """Return the ratio, in each round, of the time
+    of the recorded model to that of the plain model.
 
     Args:
         recorded, plain: Two equal models.
@@ -62,8 +62,8 @@ def ratios(
 def compare(
     model: nn.Module, images: Tensor, rounds: int, repeats: int, **options: Any
 ) -> list[float]:
-    """Return the median ratio of each repeat: the geometric mean over both roles of the two
-    models.
+    """Return the median ratio of each repeat:
+    the geometric mean over both roles of the two models.
     """
     twin = copy.deepcopy(model)
     medians = []

@@ -1,5 +1,5 @@
-"""(e) The cost of recording: a recorded forward against a plain one, and against other ways to
-observe attention.
+"""(e) The cost of recording: a recorded forward against a plain one,
+and against other ways to observe attention.
 
     # DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
     python benchmarks/recording.py
@@ -94,8 +94,8 @@ def _recorded(model: nn.Module, x: torch.Tensor) -> contest.Step:
 
 
 def _keeping(recorder: tcnn_probe.Recorder, step: contest.Step) -> contest.Step:
-    """Return a step that keeps the recorder, as one that nothing refers to is released from its
-    model.
+    """Return a step that keeps the recorder,
+    as one that nothing refers to is released from its model.
     """
 
     def recorded(recorder: tcnn_probe.Recorder = recorder) -> None:
@@ -117,8 +117,8 @@ def _nothing(*_: object) -> None:
 
 
 def _kept(model: nn.Module, x: torch.Tensor) -> contest.Step:
-    """Keep the attention of every layer, as a matrix, until the forward has ended, as nnsight
-    does.
+    """Keep the attention of every layer, as a matrix,
+    until the forward has ended, as nnsight does.
     """
     attentions: list[torch.Tensor] = []
     for name, module in model.named_modules():
@@ -153,8 +153,8 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 
 
 def marking(epochs: int) -> None:
-    """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the
-    epochs.
+    """Print the time of mark() with 12 layers of 6 heads,
+    in the first and in the last tenth of the epochs.
     """
     model = timm.create_model(
         # With a single patch and one channel per head, the forward between two marks costs next to

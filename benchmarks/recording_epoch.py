@@ -1,5 +1,5 @@
-"""(h) The cost of recording a whole epoch with ImageNet's proportions: 25.6 training images per
-validation image.
+"""(h) The cost of recording a whole epoch with ImageNet's proportions:
+25.6 training images per validation image.
 
     python benchmarks/recording_epoch.py       T-ResNet50 at 224; about 5 minutes on one core
 
@@ -103,8 +103,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> tuple[np.ndarray, fl
 
 
 def longer(seconds: np.ndarray) -> float:
-    """Return the share by which an epoch is longer, with 25.6 steps per validation batch, from
-    median ratios.
+    """Return the share by which an epoch is longer,
+    with 25.6 steps per validation batch, from median ratios.
     """
     times = np.array([PROPORTION, 1]) * np.median(seconds[:, :, 0], axis=0)
     ratios = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)

@@ -1,5 +1,5 @@
-"""(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels, forward and backward: memory
-linear in the tokens.
+"""(d) A GPSA layer at growing resolution, 3 x 3 and 64 channels,
+forward and backward: memory linear in the tokens.
 
     # 14, 28, 56 and 112 squared tokens; about 4 minutes on one core
     python benchmarks/resolution.py

@@ -108,8 +108,8 @@ def report(arguments: argparse.Namespace, contests: Mapping[str, contest.Contest
 
 
 def _growth(sizes: list[int], curve: list[float]) -> tuple[str, str, str]:
-    """Return the exponent of memory in the area, over all sizes and between neighbours, and R^2 of
-    a line.
+    """Return the exponent of memory in the area,
+    over all sizes and between neighbours, and R^2 of a line.
     """
 
     def exponent(first: int, last: int) -> float:

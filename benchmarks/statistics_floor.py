@@ -65,8 +65,8 @@ def turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> np.ndarray:
 
 
 def costs(measured: np.ndarray) -> tuple[float, float, float]:
-    """Return the floor and the cost in plain forwards, and the cost in floors, by medians over
-    (rounds, 3).
+    """Return the floor and the cost in plain forwards,
+    and the cost in floors, by medians over (rounds, 3).
     """
     plain, recorded, least = measured.T
     cost = np.median(recorded - plain)
@@ -81,8 +81,8 @@ def recorded_turns(
     least: Callable[[], object],
     rounds: int,
 ) -> np.ndarray:
-    """Return the seconds of a plain forward of the twin, a recorded one of the model, and the
-    floor, in turns.
+    """Return the seconds of a plain forward of the twin,
+    a recorded one of the model, and the floor, in turns.
     """
     ways = {"plain": lambda: twin(images), "recorded": lambda: model(images)}
     with tcnn_probe.record(model) as recorder, torch.inference_mode():

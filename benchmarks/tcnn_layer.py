@@ -1,5 +1,5 @@
-"""(b) A T-CNN's layer, 3 x 3 and 512 channels, against a literal form of Eq. (7), with and without
-torch.compile.
+"""(b) A T-CNN's layer, 3 x 3 and 512 channels,
+against a literal form of Eq. (7), with and without torch.compile.
 
     # 196 and 400 tokens, the papers' sizes; about 2 minutes on one core
     python benchmarks/tcnn_layer.py

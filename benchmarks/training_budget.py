@@ -1,5 +1,5 @@
-"""Estimates of the hours and memory of the papers' trainings on today's GPUs, from counted products
-and bytes.
+"""Estimates of the hours and memory of the papers' trainings on today's GPUs,
+from counted products and bytes.
 
     python benchmarks/training_budget.py
 
@@ -44,15 +44,15 @@ def model_on_paper(name: str) -> nn.Module:
 
 
 def hours(multiply_adds: float, images: int, epochs: int, peak: float, utilisation: float) -> float:
-    """Estimate the hours on a single GPU, with a forward and a backward of each image in each
-    epoch.
+    """Estimate the hours on a single GPU, with a forward
+    and a backward of each image in each epoch.
     """
     return 3 * 2 * multiply_adds * images * epochs / (peak * utilisation) / 3600
 
 
 def kept_bytes(model: nn.Module, size: int) -> int:
-    """Count the bytes that autograd saves in an image's training forward, in 16 bits and without
-    the parameters.
+    """Count the bytes that autograd saves in an image's training forward,
+    in 16 bits and without the parameters.
     """
     parameters = {parameter.untyped_storage() for parameter in model.parameters()}
     storages = set()

@@ -1,5 +1,5 @@
-"""LayerScale, the class token and ResMLP, ablated in small (Touvron's thesis, Tables 3.12, 3.13 and
-4.3).
+"""LayerScale, the class token and ResMLP,
+ablated in small (Touvron's thesis, Tables 3.12, 3.13 and 4.3).
 
     python studies/ablations.py
 
@@ -141,8 +141,8 @@ def layer_scales(model: nn.Module) -> list[nn.Module]:
 
 
 def with_trained_scales(models: Models) -> nn.Module:
-    """Return a new transformer whose LayerScale is frozen at the weights that another transformer
-    learned.
+    """Return a new transformer whose LayerScale is frozen at the weights
+    that another transformer learned.
     """
     model = scaled_vit(models)
     trained = layer_scales(models[SCALED])
@@ -193,8 +193,8 @@ def late_token(models: Models, entry: int, *, class_attention: bool = False) -> 
 
 
 class ClassMLPBlock(nn.Module):
-    """Layer of class-MLP: a weighted sum of all tokens is added to the class token, and then the
-    output of an MLP.
+    """Layer of class-MLP: a weighted sum of all tokens is added to the class token,
+    and then the output of an MLP.
 
     Class attention weighs tokens by their content; here the weights are learned, and the same for
     every image.
@@ -280,8 +280,8 @@ def resmlp(
 
 
 def mlp_between() -> nn.Module:
-    """Return an MLP between patches, whose hidden layer is four times as wide, as in that on
-    channels.
+    """Return an MLP between patches, whose hidden layer is four times as wide,
+    as in that on channels.
     """
     patches = GRID**2
     return nn.Sequential(
@@ -361,8 +361,8 @@ def draw(top1: xr.DataArray) -> Figure:
 
 
 def table(top1: xr.DataArray) -> str:
-    """Return accuracies, and differences from the first variant of each table with 95 % intervals
-    over seeds.
+    """Return accuracies, and differences from the first variant
+    of each table with 95 % intervals over seeds.
     """
     lines = []
     for title, (first, *variants) in TABLES.items():

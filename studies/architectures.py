@@ -87,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line for one architecture: a small one for the digits, or one of
-    timm's.
+    """Return the command line for one architecture:
+    a small one for the digits, or one of timm's.
     """
     is_small = name in SMALL_RESNETS and args.data == "digits"
     option = "small_resnet" if is_small else "model"
@@ -96,8 +96,8 @@ def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def measure(study: Study, name: str) -> xr.Dataset:
-    """Return accuracy and cost of the CNN and of the three models fine-tuned from it,
-    (architecture, model).
+    """Return accuracy and cost of the CNN and
+    of the three models fine-tuned from it, (architecture, model).
     """
     slug = name.lower().replace(" ", "-")
     cnn = study.cnn
@@ -184,8 +184,8 @@ def draw(scores: xr.Dataset) -> Figure:
 
 
 def relative(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return gain in accuracy over the CNN that the fine-tuning began with, and time of a step
-    relative to it.
+    """Return gain in accuracy over the CNN that the fine-tuning began with,
+    and time of a step relative to it.
     """
     speed = scores.training_images_per_second
     return scores.top1 - scores.top1.sel(model=CNN), speed.sel(model=CNN) / speed

@@ -117,8 +117,8 @@ def save_weights(model: nn.Module, file: Path) -> None:
 
 
 def open_or_pick_images(args: argparse.Namespace, study: Study) -> tuple[Tensor, list[str]]:
-    """Return the images whose attention is drawn, and their names: the user's files, or validation
-    images.
+    """Return the images whose attention is drawn,
+    and their names: the user's files, or validation images.
     """
     dataset = study.validation
     if args.image:
@@ -191,8 +191,8 @@ def draw(maps: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[
 
 
 def differences_between_images(maps: xr.Dataset) -> xr.DataArray:
-    """Return the total variation distance of a head's maps of two images, mean over pairs of
-    images, (layer, head).
+    """Return the total variation distance of a head's maps of two images,
+    mean over pairs of images, (layer, head).
     """
     last = maps.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
@@ -206,8 +206,8 @@ def peaks(maps: xr.Dataset) -> xr.DataArray:
 
 
 def head_table(maps: xr.Dataset) -> str:
-    """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as
-    a table.
+    """Return gates at the end, peaks of the maps and,
+    with several images, how far maps differ, as a table.
     """
     last = maps.isel(epoch=-1)
     parts = {"gate": last.gate, "peak": peaks(maps)}
@@ -229,8 +229,8 @@ def head_table(maps: xr.Dataset) -> str:
 
 
 def check(maps: xr.Dataset) -> bool:
-    """Return whether heads start at their taps, and those with lower gates end with fainter
-    peaks.
+    """Return whether heads start at their taps,
+    and those with lower gates end with fainter peaks.
     """
     start = maps.isel(epoch=0)
     far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))

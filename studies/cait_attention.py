@@ -1,5 +1,5 @@
-r"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs.
-3.9, 3.10).
+r"""Class attention of a CaiT, by layer and head,
+and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
 
     python studies/cait_attention.py
 
@@ -91,8 +91,8 @@ class ConvolutionalPatches(ConvPatchEmbed):
 
 
 def small_cait(size: int) -> nn.Module:
-    """Return two blocks of self-attention and two of class attention: width 48, four heads, 8 x 8
-    pixel patches.
+    """Return two blocks of self-attention and two of class attention:
+    width 48, four heads, 8 x 8 pixel patches.
     """
     shape = {
         "img_size": size,
@@ -113,8 +113,8 @@ def small_cait(size: int) -> nn.Module:
 
 @torch.no_grad()
 def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Return class attention on the patches, (image, layer, head, y, x), and the probabilities of
-    all classes.
+    """Return class attention on the patches,
+    (image, layer, head, y, x), and the probabilities of all classes.
     """
     device = next(model.parameters()).device
     maps = tcnn_probe.attention_maps(
@@ -177,8 +177,8 @@ def draw(maps: xr.Dataset) -> Figure:
 
 
 def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) -> None:
-    """Draw the gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis,
-    Section 3.7.2.5).
+    """Draw the gray image times the attention,
+    which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5).
     """
     coarse = torch.from_numpy(attention.values.astype(float))[None, None]
     # The map has a value for each patch, the image one for each pixel.

@@ -1,5 +1,5 @@
-r"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper,
-Figs. 1 and 2).
+r"""Saliency of a convnet by attention and by gradients,
+and which is right (PatchConvNet paper, Figs. 1 and 2).
 
     python studies/class_attention_saliency.py
 
@@ -178,8 +178,8 @@ def train(
     output: RunOutput,
     args: argparse.Namespace,
 ) -> Iterator[EpochResult]:
-    """Train the model and yield after each epoch; without epochs, evaluate it on the probed images
-    as it is.
+    """Train the model and yield after each epoch;
+    without epochs, evaluate it on the probed images as it is.
     """
     if run.epochs:
         with refused(ValueError):
@@ -211,8 +211,8 @@ def record(
     output: RunOutput,
     args: argparse.Namespace,
 ) -> xr.Dataset:
-    """Record class attention while a model trains; return the scores of some epochs, (epoch,
-    attribution, image).
+    """Record class attention while a model trains;
+    return the scores of some epochs, (epoch, attribution, image).
     """
     # Heads are compared by their attention alone: gradients would take most of the time.
     compared = ["class_attention"] if args.heads else None
@@ -277,8 +277,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
-    """Return the runs of small models on the digits; their lengths are in proportion to
-    ``--epochs``.
+    """Return the runs of small models on the digits;
+    their lengths are in proportion to ``--epochs``.
     """
     # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
     torch.set_num_threads(1)
@@ -333,8 +333,8 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def with_attention_pool(model: nn.Module) -> nn.Module:
-    """Return the network with an attention pool in place of its average; only the pool and
-    classifier are trained.
+    """Return the network with an attention pool in place of its average;
+    only the pool and classifier are trained.
     """
     pooled = add_attention_pool(model, init_values=0.1)
     (pool,) = (part for part in pooled.modules() if isinstance(part, AttentionPool2d))
@@ -345,8 +345,8 @@ def with_attention_pool(model: nn.Module) -> nn.Module:
 
 
 def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
-    """Return whether the models learned, and class attention beats chance: on the digit, or when
-    pixels are removed.
+    """Return whether the models learned, and class attention beats chance:
+    on the digit, or when pixels are removed.
 
     Args:
         tree: Scores of each model.

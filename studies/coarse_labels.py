@@ -1,5 +1,5 @@
-"""Finer classes learned from coarse labels, with and without Grafit's losses (arXiv:2011.12982;
-thesis, Ch. 2).
+"""Finer classes learned from coarse labels,
+with and without Grafit's losses (arXiv:2011.12982; thesis, Ch. 2).
 
     python studies/coarse_labels.py
 
@@ -160,8 +160,8 @@ def measure(
     parity: Tensor | None,
     seed: int,
 ) -> xr.Dataset:
-    """Measure how well features tell the digits of images, from training images with known digits
-    and parities.
+    """Measure how well features tell the digits of images,
+    from training images with known digits and parities.
 
     Args:
         known, queried: Features of the training images and of the validation images, shapes (m, C)
@@ -193,8 +193,8 @@ def measure(
 
 
 def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray:
-    """Return a linear classifier's accuracy on the images it is fitted to, with classes split at
-    random, (SPLITS,).
+    """Return a linear classifier's accuracy on the images it is fitted to,
+    with classes split at random, (SPLITS,).
     """
     rng = np.random.default_rng(seed)
     accuracies = []
@@ -214,8 +214,8 @@ def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray
 def trained(
     args: argparse.Namespace, output: RunOutput, arm: str, seed: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """Train, or resume the training; return the best epoch's accuracy at even and odd, and its
-    weights.
+    """Train, or resume the training; return the best epoch's accuracy at even and odd,
+    and its weights.
     """
     folder = output.beside("_runs") / f"{arm}_{seed}"
     config = Config(
@@ -279,8 +279,8 @@ class Pictures(NamedTuple):
 
 
 def pictures(split: str = "validation") -> Pictures:
-    """Return the images of a split, as the networks are validated on them, and which digit each
-    shows.
+    """Return the images of a split, as the networks are validated on them,
+    and which digit each shows.
     """
     splits = ("train", "validation")
     source = open_sources("digits", "", splits)[splits.index(split)]
@@ -293,8 +293,8 @@ def pictures(split: str = "validation") -> Pictures:
 
 @mpl.rc_context(STYLE)
 def draw(scores: xr.Dataset) -> Figure:
-    """Draw bars of each measure by features, with a point for each training, and the principal
-    components.
+    """Draw bars of each measure by features,
+    with a point for each training, and the principal components.
     """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     axes = figure.subplot_mosaic("ABC;DDE")
@@ -329,8 +329,8 @@ def draw_bars(panel: Axes, means: xr.DataArray, colors: list[str], *, named: boo
 
 @mpl.rc_context(STYLE)
 def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
-    """Draw images and the training images nearest to them, framed by what they share (thesis, Fig.
-    2.6).
+    """Draw images and the training images nearest to them,
+    framed by what they share (thesis, Fig. 2.6).
 
     Args:
         nearest: Numbers of training images, (features, image, rank).

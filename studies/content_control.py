@@ -176,8 +176,8 @@ def scenes(count: int, dose: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
-    """Return a table of accuracies, content and verdicts by dose, and whether the assay can say
-    both "no" and "yes".
+    """Return a table of accuracies, content and verdicts by dose,
+    and whether the assay can say both "no" and "yes".
     """
     lines = [
         "accuracy on test scenes, mean over seeds; "
@@ -222,8 +222,8 @@ def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
 
 
 def c_minus_d(runs: list[xr.Dataset]) -> NDArray[np.floating] | None:
-    """Return the difference in being right, (seeds, scenes), of the seeds that both arms have; None
-    without any.
+    """Return the difference in being right, (seeds, scenes),
+    of the seeds that both arms have; None without any.
     """
     by_arm = {
         arm: {r.attrs["seed"]: r.clean.values.astype(float) for r in runs if r.attrs["arm"] == arm}

@@ -1,5 +1,5 @@
-r"""Content or mixing: whether attention that replaces convolutions gains from content, or only from
-mixing.
+r"""Content or mixing: whether attention
+that replaces convolutions gains from content, or only from mixing.
 
     python studies/content_or_mixing.py
 
@@ -178,8 +178,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
 
 def planned(args: argparse.Namespace, blocks: int) -> list[Run]:
-    """Return the runs that are asked for, seed by seed, so that arms are compared as early as
-    possible.
+    """Return the runs that are asked for, seed by seed,
+    so that arms are compared as early as possible.
     """
     runs = []
     for batch_norm, seed, arm in itertools.product(args.batch_norm, args.seeds, args.arms):

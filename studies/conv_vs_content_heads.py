@@ -1,5 +1,5 @@
-r"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN
-paper, Secs. 4, 6).
+r"""Convolutional and content heads: whether those
+that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
 
     python studies/conv_vs_content_heads.py
 
@@ -189,8 +189,8 @@ def record_shuffled(study: Study, seed: int) -> xr.Dataset:
 
 
 def record_vit(study: Study) -> xr.Dataset:
-    """Fine-tune plain attention on the stages of the small ResNet before its last one, with every
-    head recorded.
+    """Fine-tune plain attention on the stages of the small ResNet
+    before its last one, with every head recorded.
     """
     torch.manual_seed(study.args.seed)
     vit = small_vit(study.cnn, study.args.img_size)
@@ -201,8 +201,8 @@ def record_vit(study: Study) -> xr.Dataset:
 
 
 def typed(recording: xr.Dataset) -> xr.Dataset:
-    """Return gates and content information by epoch, (epoch, layer, head), with each head's type at
-    the end.
+    """Return gates and content information by epoch,
+    (epoch, layer, head), with each head's type at the end.
     """
     types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
     # Both kinds of content are ablated together: heads of either look where the image decides.
@@ -215,8 +215,8 @@ def typed(recording: xr.Dataset) -> xr.Dataset:
 def ablate(
     study: Study, tcnn: nn.Module, types: xr.DataArray, seed: int
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Measure the T-CNN's right answers without the heads of each type, in each mode, and without
-    each single head.
+    """Measure the T-CNN's right answers without the heads of each type,
+    in each mode, and without each single head.
 
     Args:
         study: Data, command line and output folder.
@@ -272,8 +272,8 @@ def ablate(
 
 
 def reference_images(study: Study) -> list[Tensor]:
-    """Return batches of training images, over which attention is averaged: the same for all
-    seeds.
+    """Return batches of training images, over which attention is averaged:
+    the same for all seeds.
     """
     torch.manual_seed(study.args.seed)
     images = 32 if study.args.small else 128
@@ -341,8 +341,8 @@ def report(study: Study, tree: xr.DataTree) -> None:
 
 
 def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
-    """Return whether the models learned, both types were found and removing the convolutional heads
-    hurt.
+    """Return whether the models learned, both types were found
+    and removing the convolutional heads hurt.
 
     In the small form the last is only printed, because its few images cannot decide it.
     """

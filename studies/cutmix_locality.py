@@ -164,8 +164,8 @@ def validate(
 
 
 def shares(ds: xr.Dataset) -> xr.Dataset:
-    """Return distances and entropies (epoch, layer, head) as shares of those of uniform attention,
-    and accuracies.
+    """Return distances and entropies (epoch, layer, head)
+    as shares of those of uniform attention, and accuracies.
     """
     return xr.Dataset(
         {
@@ -190,8 +190,8 @@ def first_layer(results: xr.Dataset) -> xr.Dataset:
 
 
 def difference(values: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the mean over seeds of CutMix minus plain, and its interval; NaN bounds for one
-    seed.
+    """Return the mean over seeds of CutMix minus plain,
+    and its interval; NaN bounds for one seed.
     """
     pairs = values.sel(arm="CutMix") - values.sel(arm="plain")
     return pairs.mean("seed"), mean_interval(pairs, "seed")
@@ -229,8 +229,8 @@ def draw_arms(panel: Axes, values: xr.DataArray) -> None:
 
 
 def table(measures: xr.Dataset) -> str:
-    """Return means of both arms at the last epoch, and their difference with its interval and a
-    verdict.
+    """Return means of both arms at the last epoch,
+    and their difference with its interval and a verdict.
     """
     lines = [f"\n{'last epoch':34}{'plain':>7}{'CutMix':>8}  difference"]
     last = measures.isel(epoch=-1)

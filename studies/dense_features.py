@@ -1,5 +1,5 @@
-"""Strokes of the digit that a linear classifier of single places finds, by layer and epoch
-(PatchConvNet, Table 3).
+"""Strokes of the digit that a linear classifier of single places finds,
+by layer and epoch (PatchConvNet, Table 3).
 
     python studies/dense_features.py
 
@@ -164,8 +164,8 @@ def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Return the share of strokes in each cell of a grid, (N, 1, h, w), which is all that a grid
-    can tell.
+    """Return the share of strokes in each cell of a grid,
+    (N, 1, h, w), which is all that a grid can tell.
     """
     return F.adaptive_avg_pool2d(
         torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
@@ -254,8 +254,8 @@ def at_end(values: xr.DataArray) -> xr.DataArray:
 
 
 def table(scores: xr.Dataset) -> str:
-    """Return IoU by stage at the start and at the end, with the IoU that the grid allows, and
-    intervals of gains.
+    """Return IoU by stage at the start and at the end,
+    with the IoU that the grid allows, and intervals of gains.
     """
     ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
     lines = [f"\nIoU of the digit's strokes; {scores.sizes['image']} scenes"]
@@ -291,8 +291,8 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer
-    grid shows more.
+    """Return whether the T-CNN learned, its stages before attention begin as the CNN's,
+    and a finer grid shows more.
     """
     ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
     has_learned = learned(

@@ -1,5 +1,5 @@
-r"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of
-T-CNNs).
+r"""Disagreement of a T-CNN and its CNN,
+beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
 
     python studies/disagreement.py
 
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def decide(study: Study, nth: int) -> xr.Dataset:
-    """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the
-    validation images.
+    """Train the CNN of a seed, fine-tune it in three ways,
+    and return their decisions on the validation images.
     """
     args = argparse.Namespace(**vars(study.args))
     args.seed += nth
@@ -145,8 +145,8 @@ def decide(study: Study, nth: int) -> xr.Dataset:
 
 
 def with_other_start(results: xr.Dataset) -> xr.Dataset:
-    """Add a model to the results: the CNN of the next training, which started from different
-    weights.
+    """Add a model to the results: the CNN of the next training,
+    which started from different weights.
     """
     decided = [name for name in results.data_vars if "model" in results[name].dims]
     next_cnn = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
@@ -158,8 +158,8 @@ def with_other_start(results: xr.Dataset) -> xr.Dataset:
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
-    """Return whether each model decides differently from the CNN of its training: (training, model,
-    by, image).
+    """Return whether each model decides differently from the CNN of its training:
+    (training, model, by, image).
 
     Labels of ``by`` begin with "clean".
     """
@@ -172,8 +172,8 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
 
 
 def surplus(rates: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return how much more often the T-CNN differs from the CNN than another model does, and the 95
-    % interval.
+    """Return how much more often the T-CNN differs
+    from the CNN than another model does, and the 95 % interval.
     """
     difference = rates.sel(model=TCNN, drop=True) - rates.sel(model=than, drop=True)
     return difference.mean(OVER), evaluation.mean_interval(difference, OVER)
@@ -261,8 +261,8 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
 
 
 def verdicts(rates: dict[str, xr.DataArray]) -> str:
-    """Return lines on where the T-CNN departs further from the CNN than each yardstick, by the
-    intervals.
+    """Return lines on where the T-CNN departs further
+    from the CNN than each yardstick, by the intervals.
     """
     lines = []
     for than in rates["group"].model.values[1:]:
@@ -289,8 +289,8 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
 
 
 def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the CNN of another order shares errors with the CNN,
-    on clean images.
+    """Return whether the models learned, and the CNN
+    of another order shares errors with the CNN, on clean images.
     """
     has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
@@ -338,8 +338,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Turn names and weights into a name and a file for one model, and into lists of them for
-    several models.
+    """Turn names and weights into a name and a file for one model,
+    and into lists of them for several models.
     """
     names = args.model if isinstance(args.model, list) else [args.model]
     weights = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]

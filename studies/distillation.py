@@ -102,8 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train the two teachers and a student of each kind, and return the students' measurements and
-    the accuracies.
+    """Train the two teachers and a student of each kind,
+    and return the students' measurements and the accuracies.
     """
     torch.manual_seed(seed)
     teachers = {"CNN": small_cnn(), "transformer": small_vit()}
@@ -144,8 +144,8 @@ def small_vit() -> VisionTransformer:
 
 @torch.no_grad()
 def with_distillation_token(model: VisionTransformer) -> VisionTransformerDistilled:
-    """Return the transformer with a second token and its classifier, and otherwise the same
-    weights.
+    """Return the transformer with a second token and its classifier,
+    and otherwise the same weights.
     """
     distilled = VisionTransformerDistilled(**SIZES)
     weights = model.state_dict()
@@ -292,8 +292,8 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return means of each arm, and each difference with its interval over trainings and a
-    verdict.
+    """Return means of each arm, and each difference
+    with its interval over trainings and a verdict.
     """
     teachers = ", ".join(
         f"{name} {float(results.teacher_top1.sel(teacher=name).mean()):.3f}"

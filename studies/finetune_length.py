@@ -147,8 +147,8 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the T-CNN ended more accurate after the longest
-    fine-tuning.
+    """Return whether the models learned, and the T-CNN ended more accurate
+    after the longest fine-tuning.
     """
     last = end(scores)
     have_learned = [

@@ -151,8 +151,8 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
 
 
 def draw_accuracies(panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults) -> None:
-    """Draw the accuracies of the CNN, its controls and its T-CNN, at negative epochs before
-    reparameterization.
+    """Draw the accuracies of the CNN, its controls and its T-CNN,
+    at negative epochs before reparameterization.
     """
     if cnn_results:  # empty if the CNN came with weights
         last = cnn_results[-1].epoch
@@ -230,8 +230,8 @@ def type_counts(types: xr.DataArray) -> str:
 
 
 def offset_report(dataset: xr.Dataset) -> str:
-    """Return a sentence on whether the gate tells how much of a head's selectivity is a
-    convolution.
+    """Return a sentence on whether the gate tells how much
+    of a head's selectivity is a convolution.
     """
     last = dataset.isel(epoch=-1)
     share = (last.offset_information / last.selectivity).where(last.selectivity > 0)
@@ -245,8 +245,8 @@ def offset_report(dataset: xr.Dataset) -> str:
 
 
 def accuracy_report(dataset: xr.Dataset) -> str:
-    """Return a sentence on which model ended ahead, and by how many standard errors of the
-    validation set.
+    """Return a sentence on which model ended ahead,
+    and by how many standard errors of the validation set.
     """
     start, last = dataset.isel(epoch=0), dataset.isel(epoch=-1)
     tcnn, control = float(last.top1), float(last.control_top1)

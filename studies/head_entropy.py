@@ -1,5 +1,5 @@
-r"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4
-and 5).
+r"""Entropy and distance of the attention of convolutional
+and low-gate heads (T-CNN paper, Figs. 4 and 5).
 
     python studies/head_entropy.py
 
@@ -189,8 +189,8 @@ def counts(axes: Axes, heads: xr.Dataset) -> None:
 
 
 def parts(axes: Axes, heads: xr.Dataset, measure: str, uniform: xr.DataArray) -> None:
-    """Draw a line for each part and type, the mean over its heads; it has gaps where no head is of
-    the type.
+    """Draw a line for each part and type, the mean over its heads;
+    it has gaps where no head is of the type.
     """
     for part, ls in PARTS.items():
         for name in BY_GATE:
@@ -230,8 +230,8 @@ def table(heads: xr.Dataset) -> str:
 
 
 def check(heads: xr.Dataset) -> bool:
-    """Return whether all heads start convolutional, and low-gate heads end with larger entropy and
-    distance.
+    """Return whether all heads start convolutional,
+    and low-gate heads end with larger entropy and distance.
     """
     first, last = heads.isel(epoch=0), heads.isel(epoch=-1)
     count = int(first.gate.notnull().sum())

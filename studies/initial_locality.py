@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
-    """Fine-tune a T-CNN that starts from these alpha and lambda, and return the recording of its
-    heads.
+    """Fine-tune a T-CNN that starts from these alpha and lambda,
+    and return the recording of its heads.
     """
     name = f"alpha={strength:g},lambda={gating:g}"
     title = f"alpha = {strength:g}, lambda = {gating:g}"
@@ -105,8 +105,8 @@ def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
 
 
 def stack(datasets: list[xr.Dataset], dim: str, labels: list[float]) -> xr.Dataset:
-    """Return the datasets along a new dimension; attributes in which they differ, such as times,
-    are dropped.
+    """Return the datasets along a new dimension;
+    attributes in which they differ, such as times, are dropped.
     """
     return xr.concat(datasets, xr.Variable(dim, labels), combine_attrs="drop_conflicts")
 
@@ -136,8 +136,8 @@ def draw(scores: xr.Dataset) -> Figure:
 
 
 def draw_gates(panel: Axes, scores: xr.Dataset) -> None:
-    """Draw the gates by epoch for the middle alpha, a colour for each lambda: heads thin, their
-    mean thick.
+    """Draw the gates by epoch for the middle alpha,
+    a colour for each lambda: heads thin, their mean thick.
     """
     strengths = scores.locality_strength.values
     middle = strengths[len(strengths) // 2]

@@ -1,5 +1,5 @@
-r"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's
-thesis, Fig. 3.6).
+r"""Share that each residual branch adds to the main branch,
+with and without LayerScale (Touvron's thesis, Fig. 3.6).
 
     python studies/layer_scale.py
 
@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
-    """Return a transformer of width 48 with four heads, on 4 x 4 patches: 3 blocks in the small
-    form, else 12.
+    """Return a transformer of width 48 with four heads,
+    on 4 x 4 patches: 3 blocks in the small form, else 12.
     """
     model = VisionTransformer(
         img_size=size,
@@ -166,8 +166,8 @@ def draw(ratios: xr.DataArray) -> Figure:
 
 
 def table(ratios: xr.DataArray) -> str:
-    """Return the first and the last epoch as a table: the mean over blocks, and how much the blocks
-    vary.
+    """Return the first and the last epoch as a table:
+    the mean over blocks, and how much the blocks vary.
     """
     lines = [f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"]
     for model in ratios.model.values:
@@ -189,8 +189,8 @@ def variation(ratios: xr.DataArray) -> xr.DataArray:
 
 
 def check(scores: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether both models learned, and LayerScale multiplied the first branch by its initial
-    weight.
+    """Return whether both models learned, and LayerScale multiplied the first branch
+    by its initial weight.
     """
     if run.args.model:
         return True

@@ -1,5 +1,5 @@
-r"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper,
-Fig. 6).
+r"""Dip of accuracy while the learning rate warms up,
+and the effect of a lower rate (T-CNN paper, Fig. 6).
 
     python studies/learning_rate_dip.py
 
@@ -113,8 +113,8 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
 
 
 def extremes(scores: xr.Dataset) -> xr.Dataset:
-    """Return accuracy at the start and at the end, its fall below the start, and its rise from the
-    lowest.
+    """Return accuracy at the start and at the end,
+    its fall below the start, and its rise from the lowest.
     """
     start = scores.top1.isel(epoch=0, drop=True)
     last = scores.top1.isel(epoch=-1, drop=True)
@@ -141,8 +141,8 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the models learned, and the T-CNN climbs higher with the largest rate than
-    with the smallest.
+    """Return whether the models learned, and the T-CNN climbs higher
+    with the largest rate than with the smallest.
     """
     best = scores.top1.isel(epoch=-1).max("lr")
     images = int(scores.images)

@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_epochs(study: Study, model: nn.Module, seed: int) -> xr.Dataset:
-    """Fine-tune the T-CNN and measure its heads at each epoch; a resumed run keeps the epochs that
-    it has.
+    """Fine-tune the T-CNN and measure its heads at each epoch;
+    a resumed run keeps the epochs that it has.
     """
     scenes = probed_images(study.validation, study.args.images)
     by_epoch = []
@@ -133,8 +133,8 @@ def save(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
-    """Return the attention on the object, (mask, query, layer, head, image), gates, and the largest
-    isolation.
+    """Return the attention on the object, (mask, query, layer, head, image),
+    gates, and the largest isolation.
     """
     attention, gate = attention_of(model, scenes.images)
     objects = on_grid(scenes, attention.shape[-1])
@@ -151,8 +151,8 @@ def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
 
 
 def attention_of(model: nn.Module, images: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the attention of all heads, (layer, head, image, query, key), without zero padding,
-    and their gates.
+    """Return the attention of all heads, (layer, head, image, query, key),
+    without zero padding, and their gates.
     """
     maps = tcnn_probe.attention_maps(model.eval(), images, progress=False)
     (grid,) = maps.children.values()
@@ -185,15 +185,15 @@ def on_object(attention: np.ndarray, objects: np.ndarray) -> np.ndarray:
 
 
 def excess(results: xr.Dataset) -> xr.DataArray:
-    """Return the attention on the object less that on the mask of another scene, (..., query,
-    layer, head, image).
+    """Return the attention on the object less that on the mask of another scene,
+    (..., query, layer, head, image).
     """
     return results.on_object.sel(mask="own") - results.on_object.sel(mask="other")
 
 
 def isolation(results: xr.Dataset) -> xr.DataArray:
-    """Return the excess from the object less that from the background, (..., layer, head,
-    image).
+    """Return the excess from the object less that
+    from the background, (..., layer, head, image).
     """
     both = excess(results)
     return both.sel(query="object") - both.sel(query="background")
@@ -201,8 +201,8 @@ def isolation(results: xr.Dataset) -> xr.DataArray:
 
 @mpl.rc_context(STYLE)
 def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
-    """Draw isolation by epoch, the excess of every head, and the maps of the head with the largest
-    isolation.
+    """Draw isolation by epoch, the excess of every head,
+    and the maps of the head with the largest isolation.
     """
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.5, 1])
@@ -255,8 +255,8 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return attention on the object and its excess by layer, at the end, with intervals over
-    seeds.
+    """Return attention on the object and its excess by layer,
+    at the end, with intervals over seeds.
     """
     last = results.isel(epoch=-1)
     shares = last.on_object.mean(["seed", "head", "image"])
@@ -296,8 +296,8 @@ def with_interval(by_seed: xr.DataArray) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNNs learned, and the excess begins near zero, compared with what could
-    be seen.
+    """Return whether the T-CNNs learned, and the excess begins near zero,
+    compared with what could be seen.
     """
     last = results.isel(epoch=-1)
     images = int(results.images)

@@ -1,5 +1,5 @@
-r"""How many heads of a pretrained vision transformer can be uniform, convolutional, static or
-salient, and at what cost.
+r"""How many heads of a pretrained vision transformer can be uniform,
+convolutional, static or salient, and at what cost.
 
     python studies/pretrained_heads.py --model vit_small_patch14_dinov2 --pretrained \
         --data folder/of/photographs

@@ -1,5 +1,5 @@
-r"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper,
-Sec. 4).
+r"""Knowledge and similarity of the stages of a CNN and of its T-CNN,
+epoch by epoch (T-CNN paper, Sec. 4).
 
     python studies/representations.py
 
@@ -104,8 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
-    """Return CKA, neighbours and participation ratio, (model, epoch, layer), for the images with
-    recorded features.
+    """Return CKA, neighbours and participation ratio,
+    (model, epoch, layer), for the images with recorded features.
     """
     trees = [tcnn_probe.open(store) for store in stores]
     features = [
@@ -247,8 +247,8 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNN learned, starts as the CNN before attention, and its last stage
-    gains kNN accuracy.
+    """Return whether the T-CNN learned, starts as the CNN before attention,
+    and its last stage gains kNN accuracy.
     """
     tcnn = scores.sel(model="T-CNN")
     cka = same_layer(scores).sel(model="T-CNN").isel(epoch=0)

@@ -1,5 +1,5 @@
-"""Convolutions among the layers between the patches of a ResMLP (Touvron's thesis, Figs. 4.2 and
-4.3).
+"""Convolutions among the layers between the patches
+of a ResMLP (Touvron's thesis, Figs. 4.2 and 4.3).
 
     python studies/resmlp_weights.py
 
@@ -95,8 +95,8 @@ def small_resmlp(size: int) -> nn.Module:
 
 
 def read_epochs(run: SingleModel) -> xr.Dataset:
-    """Train the model, and return its weights at each epoch; a resumed run reads those of its first
-    epochs.
+    """Train the model, and return its weights at each epoch;
+    a resumed run reads those of its first epochs.
     """
     parts = []
     for result in run.train(run.model, "resmlp", "a ResMLP"):
@@ -109,8 +109,8 @@ def read_epochs(run: SingleModel) -> xr.Dataset:
 
 
 def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
-    """Return the matrices between patches, their measures, their types and the shares of small
-    weights.
+    """Return the matrices between patches, their measures,
+    their types and the shares of small weights.
     """
     # The probe reads weights, so no image is shown.
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
@@ -136,8 +136,8 @@ def limit(weights: xr.Dataset) -> float:
 
 @mpl.rc_context(STYLE)
 def draw(weights: xr.Dataset) -> Figure:
-    """Draw rows of some blocks' matrices, and below them the measures by epoch, or by block for a
-    trained model.
+    """Draw rows of some blocks' matrices, and below them the measures by epoch,
+    or by block for a trained model.
     """
     layers = weights.layer.values
     # There is room for six blocks side by side, which are spread evenly over the model.
@@ -229,8 +229,8 @@ def table(weights: xr.Dataset) -> str:
 
 
 def check(weights: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether the model learned, and every block's equivariance rose from the range of
-    random matrices.
+    """Return whether the model learned, and every block's equivariance rose
+    from the range of random matrices.
     """
     threshold, values = limit(weights), weights.translation_equivariance
     # A model that came with weights was not trained here.

@@ -1,5 +1,5 @@
-r"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR
-submission, Table 3).
+r"""Robustness of a T-CNN, beside a CNN trained for
+as long (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
 
     python studies/robustness.py
 
@@ -144,8 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def open_variants(model: nn.Module, args: argparse.Namespace) -> list[evaluation.Variant]:
-    """Return the further test sets except ImageNet-C, whose first folder is opened to check that it
-    exists.
+    """Return the further test sets except ImageNet-C,
+    whose first folder is opened to check that it exists.
     """
     if args.variant and model.num_classes != 1000:
         raise InputError(
@@ -208,8 +208,8 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
 
 
 def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return the accuracy of each model, by condition: clean, group of corruptions, attack, further
-    test set.
+    """Return the accuracy of each model, by condition:
+    clean, group of corruptions, attack, further test set.
     """
     by_group = results.accuracy.mean(["severity", "seed"]).groupby("group").mean()
     by_condition = {"clean": results.clean_accuracy}
@@ -242,8 +242,8 @@ def table(results: xr.Dataset) -> str:
 
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
-    """Return lines on what the intervals say about the T-CNN against the CNN, and against each
-    control.
+    """Return lines on what the intervals say about the T-CNN against the CNN,
+    and against each control.
     """
     lines, by_condition = [], accuracies(results)
     # The T-CNN is the last model.

@@ -1,5 +1,5 @@
-r"""Twenty seeds: how far trainings differ, and whether early accuracy ranks them (thesis, Figs. 6.7
-to 6.10).
+r"""Twenty seeds: how far trainings differ,
+and whether early accuracy ranks them (thesis, Figs. 6.7 to 6.10).
 
     python studies/seeds.py
 
@@ -116,8 +116,8 @@ def right(model: nn.Module, study: Study) -> np.ndarray:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return Spearman's rank correlation with its 95 % interval over seeds, after Bonett and Wright
-    (2000, Eq. 3).
+    """Return Spearman's rank correlation with its 95 % interval over seeds,
+    after Bonett and Wright (2000, Eq. 3).
     """
     # Three seeds leave no degree of freedom for the standard error, and constant ranks have no
     # correlation.
@@ -266,8 +266,8 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return what the seeds agree on, and how early accuracies and halves of the images rank
-    them.
+    """Return what the seeds agree on, and how early accuracies
+    and halves of the images rank them.
     """
     top1, seeds = results.top1, results.sizes["seed"]
     lines = [
@@ -327,8 +327,8 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the median training learned, and the first layer's mean gate ends above the
-    last one's.
+    """Return whether the median training learned,
+    and the first layer's mean gate ends above the last one's.
     """
     last = results.isel(epoch=-1)
     # The median is judged, as a single training may fail.

@@ -1,5 +1,5 @@
-"""Class attention before and after fine-tuning for segmentation (after PatchConvNet, Fig. 1 and
-Table 3).
+"""Class attention before and after fine-tuning
+for segmentation (after PatchConvNet, Fig. 1 and Table 3).
 
     pip install -e ".[huggingface]" && python studies/segmentation_attention.py
 
@@ -93,8 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train a classifier and fine-tune its trunk in both ways; return the measurements of the three
-    models.
+    """Train a classifier and fine-tune its trunk in both ways;
+    return the measurements of the three models.
     """
     train, validation = cluttered_digits(
         size=SIZE, limit=args.limit, seed=seed, fragments=FRAGMENTS
@@ -176,8 +176,8 @@ def fit(
     lr: float,
     loss_of: Loss,
 ) -> None:
-    """Train weights of a model in place, on scenes that are drawn anew at each visit, and leave it
-    in eval mode.
+    """Train weights of a model in place, on scenes
+    that are drawn anew at each visit, and leave it in eval mode.
     """
     # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(weights, lr, weight_decay=WEIGHT_DECAY, fused=True)
@@ -208,8 +208,8 @@ def masks_of(scenes: list[Scene]) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset:
-    """Return class attention (image, y, x), its share on the strokes, that of uniform attention,
-    and the accuracy.
+    """Return class attention (image, y, x), its share on the strokes,
+    that of uniform attention, and the accuracy.
     """
     images = images_of(scenes)
     tree = tcnn_probe.attention_maps(model, images, queries="class", progress=False)
@@ -231,8 +231,8 @@ def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset
 
 @torch.no_grad()
 def stroke_iou(segmenter: nn.Module, scenes: list[Scene]) -> np.ndarray:
-    """Return the intersection over union of predicted strokes, of any digit, with the strokes, by
-    image.
+    """Return the intersection over union of predicted strokes,
+    of any digit, with the strokes, by image.
     """
     named = segmenter(images_of(scenes)).argmax(1) > 0
     masks = masks_of(scenes)
@@ -314,8 +314,8 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return means of each training, and each difference with its interval over seeds and a
-    verdict.
+    """Return means of each training, and each difference
+    with its interval over seeds and a verdict.
     """
     lines = [f"\n{'':18}accuracy  on strokes / even  change of maps"]
     shares = (results.on_digit / results.even).mean("image")

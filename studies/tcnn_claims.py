@@ -118,8 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Ungated(nn.Module):
-    """Positional self-attention without a gate: one softmax of content and position (T-CNN paper,
-    Eq. 3).
+    """Positional self-attention without a gate:
+    one softmax of content and position (T-CNN paper, Eq. 3).
 
     It forms the whole attention, and has the parameters of a GPSA layer, whose gates have no effect
     and are not trained. The zeros around the image are keys without content, so that their logits
@@ -135,8 +135,8 @@ class Ungated(nn.Module):
         self.layer = layer
 
     def attention(self, x: Tensor) -> Tensor:
-        """Return the attention (B, heads, N_query, N_key), keys row-major over the image and its
-        padding.
+        """Return the attention (B, heads, N_query, N_key),
+        keys row-major over the image and its padding.
         """
         parts = self.layer.gated_attention(x)
         content = parts.query @ parts.key.mT * parts.scale
@@ -214,8 +214,8 @@ def record(study: Study, tcnn: nn.Module, file: str) -> tcnn_probe.Recorder:
 
 @torch.no_grad()
 def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Return the information by position and by content in the attention of each head, (layer,
-    head), in nat.
+    """Return the information by position and by content
+    in the attention of each head, (layer, head), in nat.
     """
     # An ungated layer has a GPSA layer inside.
     names = [name.removesuffix(".layer") for name in gpsa_layers(model)]
@@ -259,8 +259,8 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return each claim as a difference that is above zero if the claim holds as we read it, by
-    seed.
+    """Return each claim as a difference that is above zero
+    if the claim holds as we read it, by seed.
     """
     last = results.isel(epoch=-1)
     gates = last.gate.sel(arm=GATED)
@@ -290,8 +290,8 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def one_sided(ds: xr.Dataset) -> xr.DataArray:
-    """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if one
-    of them is zero.
+    """Return the larger of the two kinds of information as a share of both:
+    1/2 if equal, 1 if one of them is zero.
     """
     # The bias correction may bring content information below zero, and a share of a negative number
     # has no meaning.
@@ -307,8 +307,8 @@ def best_sgd(results: xr.Dataset) -> str:
 
 
 def kept_sides(results: xr.Dataset, arm: str) -> xr.DataArray:
-    """Return the share of heads that end with the kind of information that led after the first
-    epoch, by seed.
+    """Return the share of heads that end with the kind
+    of information that led after the first epoch, by seed.
     """
     of_arm = results.sel(arm=arm)
     leads = of_arm.position > of_arm.content
@@ -353,8 +353,8 @@ def draw(results: xr.Dataset) -> Figure:
 
 
 def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
-    """Draw the gates of the centre tap and of the other heads by layer, a point for each
-    training.
+    """Draw the gates of the centre tap and of the other heads by layer,
+    a point for each training.
     """
     # The other heads are drawn in one row, as the claim is about their difference from the centre
     # tap.
@@ -428,8 +428,8 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNNs learned, and all heads start by position, with a gate and
-    without.
+    """Return whether the T-CNNs learned, and all heads start by position,
+    with a gate and without.
     """
     # The median is judged: one training that failed must not decide for the others.
     median = float(results.top1.sel(arm=GATED).isel(epoch=-1).median())

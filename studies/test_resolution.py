@@ -204,8 +204,8 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
-    """Return whether the models learned, and are better where they were trained than at the lowest
-    resolution.
+    """Return whether the models learned, and are better
+    where they were trained than at the lowest resolution.
     """
     trained, lowest = scores.sel(resolution=trained_at), scores.isel(resolution=0)
     passed = [

@@ -1,5 +1,5 @@
-r"""Training health: the signs that recordings show in trainings that go well, and in trainings that
-are made ill.
+r"""Training health: the signs that recordings show in trainings that go well,
+and in trainings that are made ill.
 
     python studies/training_health.py
     python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 \
@@ -207,8 +207,8 @@ def plan(args: argparse.Namespace) -> list[Training]:
 def beside_healthy(
     recordings: Mapping[Training, xr.Dataset],
 ) -> Iterator[tuple[str, xr.Dataset, xr.Dataset]]:
-    """Yield name and recording of each ill training, and the recording of the first healthy one of
-    its kind.
+    """Yield name and recording of each ill training,
+    and the recording of the first healthy one of its kind.
     """
     healthy: dict[str, xr.Dataset] = {}
     for training, ds in recordings.items():
@@ -361,8 +361,8 @@ def round_weights(model: nn.Module) -> None:
 
 
 def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
-    """Return losses by epoch, the first alarm and the first rise of the validation loss by a tenth;
-    NaN for none.
+    """Return losses by epoch, the first alarm and the first rise
+    of the validation loss by a tenth; NaN for none.
 
     Args:
         begin: Epoch in which the illness begins; alarms before it are counted apart.
@@ -386,8 +386,8 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
 
 
 def warned_of(ds: xr.Dataset) -> list[Finding]:
-    """Return all alarms in the order in which the recorder warns of them, each as it is at its
-    first epoch.
+    """Return all alarms in the order in which the recorder warns of them,
+    each as it is at its first epoch.
     """
     alarms = []
     for marks in range(1, ds.sizes["epoch"] + 1):
@@ -400,8 +400,8 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
 
 @mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 def draw(results: xr.Dataset, epochs: int) -> Figure:
-    """Draw a panel for each illness: validation losses, a point at the first alarm, a line where it
-    begins.
+    """Draw a panel for each illness: validation losses,
+    a point at the first alarm, a line where it begins.
     """
     figure = Figure(figsize=(12, 7), layout="constrained")
     # Twelve illnesses, and the healthy trainings.
@@ -447,8 +447,8 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset) -> bool:
-    """Check that illnesses are named in time, and that healthy trainings raise fewer than one alarm
-    each.
+    """Check that illnesses are named in time,
+    and that healthy trainings raise fewer than one alarm each.
     """
     is_named = []
     for illness in NAMED:

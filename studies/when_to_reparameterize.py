@@ -79,8 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
-    """Train the CNN for ``t1`` epochs and the T-CNN for the rest, and return accuracies and losses
-    by epoch.
+    """Train the CNN for ``t1`` epochs and the T-CNN for the rest,
+    and return accuracies and losses by epoch.
     """
     folder = output.beside("_runs") / f"t1_{t1}"
     config = Config(

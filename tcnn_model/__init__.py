@@ -1,5 +1,5 @@
-"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their
-fine-tuning.
+"""Transformed CNNs: convolutions reparameterized
+as gated positional self-attention, and their fine-tuning.
 
 Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first
 used, so that the command line answers before torch is imported, and a part that needs no timm works

@@ -15,8 +15,8 @@ __all__ = ["ClassFolders", "describe", "listing", "reason_unused", "shortened"]
 
 
 class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no types
-    """Pictures in a folder for each class, which is their label however deep they are in it, as in
-    torchvision.
+    """Pictures in a folder for each class, which is their label however deep they are in it,
+    as in torchvision.
 
     All files that Pillow reads are used. Hidden files and folders are not.
 
@@ -77,8 +77,8 @@ class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no typ
         return names, labels
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return a picture, RGB, and its label; any exception means that the picture cannot be
-        read.
+        """Return a picture, RGB, and its label;
+        any exception means that the picture cannot be read.
         """
         path, label = self.samples[index]
         return read_picture(path), label
@@ -95,8 +95,8 @@ class ClassFolders(ImageFolder):  # type: ignore[misc]  # torchvision has no typ
 
 
 def reason_unused(parts: Sequence[str]) -> str | None:
-    """Return why a file is not used as a picture: it is "hidden", or has this ending; None if it is
-    used.
+    """Return why a file is not used as a picture:
+    it is "hidden", or has this ending; None if it is used.
 
     Args:
         parts: Names of the folders that lead to the file, and of the file.

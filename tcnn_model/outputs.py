@@ -19,8 +19,8 @@ def scores_of(output: Any) -> Any:
 
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the class scores of images, shape (B, K); raise TypeError if the model returns
-    anything else.
+    """Return the class scores of images, shape (B, K);
+    raise TypeError if the model returns anything else.
     """
     output = model(images)
     scores = scores_of(output)

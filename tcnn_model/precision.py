@@ -1,5 +1,5 @@
-"""Dtypes in which attention is computed: softmaxes in float32 at least, and autocast only where it
-is enabled.
+"""Dtypes in which attention is computed:
+softmaxes in float32 at least, and autocast only where it is enabled.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -47,8 +47,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast on the device of ``x``, so that operations keep the dtypes of their
-    inputs.
+    """Disable autocast on the device of ``x``,
+    so that operations keep the dtypes of their inputs.
     """
     device = x.device.type
     # torch.autocast does not know the device type "meta".

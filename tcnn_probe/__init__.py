@@ -16,8 +16,8 @@ _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; errors suggest the nearest name, or how to install a package that it
-    needs.
+    """Import a public name; errors suggest the nearest name,
+    or how to install a package that it needs.
 
     Raises:
         AttributeError: There is no such name.

@@ -8,8 +8,8 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 if health finds alarms, 2 after an error, such as an unusable
-    recording, and else 0.
+    """Run a command; return 1 if health finds alarms,
+    2 after an error, such as an unusable recording, and else 0.
 
     3 says that the model of ``look`` has no attention, 130 that it was interrupted: the same
     command then continues.

@@ -83,8 +83,8 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command with the same description in the list of commands and in the command's own
-    help.
+    """Add a command with the same description
+    in the list of commands and in the command's own help.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}."

@@ -1,5 +1,5 @@
-"""What ``tcnn-probe`` does: with recordings, without torch; and with a model and pictures, with
-torch.
+"""What ``tcnn-probe`` does: with recordings,
+without torch; and with a model and pictures, with torch.
 """
 
 import argparse
@@ -42,8 +42,8 @@ _SETTINGS = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the requested command, print errors of its recordings and options, and return the exit
-    code.
+    """Run the requested command, print errors of its recordings and options,
+    and return the exit code.
     """
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -92,8 +92,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters of a terminal, which names of layers and attributes of a foreign
-    file may contain.
+    """Escape control characters of a terminal,
+    which names of layers and attributes of a foreign file may contain.
     """
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
@@ -101,15 +101,15 @@ def _printable(text: str) -> str:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning, escaped because matplotlib's warnings contain letters of names that it
-    cannot draw.
+    """Print a warning, escaped because matplotlib's warnings contain letters
+    of names that it cannot draw.
     """
     print(_printable(f"tcnn-probe: {message}"), file=sys.stderr)
 
 
 def _info() -> Iterator[str]:
-    """Yield lines on the versions, the platform and the settings, without names of the host, the
-    user or paths.
+    """Yield lines on the versions, the platform and the settings,
+    without names of the host, the user or paths.
     """
     yield f"tcnn-probe {tcnn_probe.__version__}"
     yield f"Python {platform.python_version()} ({platform.python_implementation()})"

@@ -1,5 +1,5 @@
-"""Packages that not every installation has; an error names the one that is missing, and the line
-that installs it.
+"""Packages that not every installation has;
+an error names the one that is missing, and the line that installs it.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ _PACKAGES = {"sklearn": "scikit-learn"}
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Import packages inside the ``with``; an error says what needs one that is missing, and what
-    to type.
+    """Import packages inside the ``with``; an error says what needs one that is missing,
+    and what to type.
 
     Raises:
         ModuleNotFoundError: A package is not installed.

@@ -9,8 +9,8 @@ _GROUP = "/sys/fs/cgroup/memory"
 
 
 def available_bytes() -> int | None:
-    """Return how much memory is free on the machine and within the container's limit; None where it
-    is unknown.
+    """Return how much memory is free on the machine
+    and within the container's limit; None where it is unknown.
     """
     machine = _number("/proc/meminfo", "MemAvailable:")
     amounts = [] if machine is None else [1024 * machine]
@@ -24,8 +24,8 @@ def available_bytes() -> int | None:
 
 
 def _number(path: str, name: str = "") -> int | None:
-    """Return the number behind a name in a file of lines "name number", or the file's only
-    number.
+    """Return the number behind a name in a file of lines "name number",
+    or the file's only number.
     """
     try:
         lines = Path(path).read_text().splitlines()

@@ -28,8 +28,8 @@ _LARGEST = 20
 
 
 def _is_picture(image: Any) -> bool:
-    """Return whether this is a picture: PIL, name or bytes of a file, or uint8 (H, W), (H, W, C) or
-    (C, H, W).
+    """Return whether this is a picture: PIL,
+    name or bytes of a file, or uint8 (H, W), (H, W, C) or (C, H, W).
     """
     if isinstance(image, (str, bytes, os.PathLike, Image.Image)):
         return True
@@ -57,8 +57,8 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
 
 
 def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
-    """Return images as a model takes them; pictures pass through timm's evaluation transform for
-    it.
+    """Return images as a model takes them; pictures pass through timm's evaluation transform
+    for it.
 
     ::
 
@@ -101,8 +101,8 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
 
 
 def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
-    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only
-    if necessary.
+    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W),
+    which is copied only if necessary.
 
     Raise TypeError or ValueError, with ``expected`` in the message, if they are not images.
     """
@@ -172,8 +172,8 @@ def channel_axis(images: Tensor) -> int:
 
 
 def input_tensors(inputs: Any, depth: int = 4) -> list[Tensor]:
-    """Return the tensors in the inputs of a model, also in lists, mappings and objects such as
-    dataclasses.
+    """Return the tensors in the inputs of a model,
+    also in lists, mappings and objects such as dataclasses.
     """
     if isinstance(inputs, Tensor):
         return [inputs]
@@ -192,8 +192,8 @@ def input_tensors(inputs: Any, depth: int = 4) -> list[Tensor]:
 
 
 def batch_of(inputs: Sequence[Any]) -> Tensor | list[Tensor] | None:
-    """Return the images of a batch, (B, ...), or as a list of (C, H, W); None if no input is a
-    batch of images.
+    """Return the images of a batch, (B, ...),
+    or as a list of (C, H, W); None if no input is a batch of images.
     """
     # Images have more than two axes, unlike the masks and labels that come with them.
     tensors = [x for x in input_tensors(inputs) if x.ndim > 2]
@@ -205,8 +205,8 @@ def batch_of(inputs: Sequence[Any]) -> Tensor | list[Tensor] | None:
 
 
 def beside_images(images: Any) -> dict[str, Any]:
-    """Return the entries of a processor's output other than its images: texts of CLIP, masks, the
-    ids of a prompt.
+    """Return the entries of a processor's output other than its images:
+    texts of CLIP, masks, the ids of a prompt.
     """
     if not isinstance(images, Mapping):
         return {}
@@ -277,8 +277,8 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def preparation(model: nn.Module) -> dict[str, Any]:
-    """Return the options of timm's evaluation transform for a model; raise TypeError if it is not a
-    model of timm.
+    """Return the options of timm's evaluation transform for a model;
+    raise TypeError if it is not a model of timm.
     """
     model = unwrap(model)
     config = _config(model)
@@ -311,8 +311,8 @@ def preparation(model: nn.Module) -> dict[str, Any]:
 
 
 def _channels(model: nn.Module) -> int:
-    """Return the number of channels that a model of timm takes: that of its first convolution, or
-    else 3.
+    """Return the number of channels that a model of timm takes:
+    that of its first convolution, or else 3.
     """
     first = getattr(model, "pretrained_cfg", {}).get("first_conv")
     name = first if isinstance(first, str) or not first else first[0]
@@ -321,8 +321,8 @@ def _channels(model: nn.Module) -> int:
 
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
-    """Return pictures as a model takes them, (B, C, H, W), with the options of
-    :func:`preparation`.
+    """Return pictures as a model takes them,
+    (B, C, H, W), with the options of :func:`preparation`.
     """
     from timm.data import create_transform
 

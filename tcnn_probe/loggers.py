@@ -23,8 +23,8 @@ _HEADS_BESIDE = 12  # number of heads in a row of a picture
 
 
 def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
-    """Return the last mark as ``{"entropy/blocks.3.attn": 3.9, "top1": 0.8, ...}``, without numbers
-    that are NaN.
+    """Return the last mark as ``{"entropy/blocks.3.attn":
+    3.9, "top1": 0.8, ...}``, without numbers that are NaN.
 
     ::
 
@@ -62,8 +62,8 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
 def log_to_tensorboard(
     writer: Any, recorder: "Recorder", images: Any = None, *, heads: bool = False
 ) -> None:
-    """Write the last mark into TensorBoard: numbers of layers, the number of alarms and their text,
-    and maps.
+    """Write the last mark into TensorBoard: numbers of layers,
+    the number of alarms and their text, and maps.
 
     ::
 
@@ -97,8 +97,8 @@ def log_to_tensorboard(
 def log_to_wandb(
     run: Any, recorder: "Recorder", images: Any = None, *, heads: bool = False
 ) -> None:
-    """Log the last mark to Weights & Biases: numbers of layers, alarms and maps; new alarms also as
-    wandb's alerts.
+    """Log the last mark to Weights & Biases: numbers of layers,
+    alarms and maps; new alarms also as wandb's alerts.
 
     ::
 

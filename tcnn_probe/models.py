@@ -52,8 +52,8 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED_MODU
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel, averages of weights, and
-    peft's.
+    """Return the model inside wrappers such as DistributedDataParallel,
+    averages of weights, and peft's.
     """
     while True:
         inner: Any = getattr(model, "module", None)
@@ -73,8 +73,8 @@ def _is_of(module: nn.Module, *packages: str) -> bool:
 
 
 def missing_head(model: nn.Module) -> str:
-    """Return how it is known that the model has no classifier and returns features; "" if it is
-    not.
+    """Return how it is known that the model has no classifier
+    and returns features; "" if it is not.
     """
     network = unwrap(model)
     while True:
@@ -91,8 +91,8 @@ def missing_head(model: nn.Module) -> str:
 
 
 def split_weights(module: nn.Module) -> Iterator[Any]:
-    """Yield the parameters of which this rank has some rows, as of layers that tensor parallelism
-    splits by column.
+    """Yield the parameters of which this rank has some rows,
+    as of layers that tensor parallelism splits by column.
 
     Parameters that fully_shard has split are whole in the forward of their module, and are left
     out.
@@ -129,8 +129,8 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _is_wrapped(module: nn.Module, part: str) -> bool:
-    """Return whether a part of a module is what the module wraps, which may itself be a part of the
-    model.
+    """Return whether a part of a module is what the module wraps,
+    which may itself be a part of the model.
     """
     # peft keeps the model as "base_model.model", and a layer that it adapts as "base_layer".
     if _is_of(module, "peft"):
@@ -139,8 +139,8 @@ def _is_wrapped(module: nn.Module, part: str) -> bool:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a layer's name, or a glob, without the parts that wrappers add, as in
-    "module.blocks.0".
+    """Return a layer's name, or a glob, without the parts that wrappers add,
+    as in "module.blocks.0".
     """
     modules = dict(model.named_modules())
     if name in modules:
@@ -160,8 +160,8 @@ def plain_filter(model: nn.Module, layers: LayerFilter) -> LayerFilter:
 
 
 def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str] | None:
-    """Return the names that ``layers`` selects, None for all; raise ValueError for a layer that the
-    model lacks.
+    """Return the names that ``layers`` selects, None for all;
+    raise ValueError for a layer that the model lacks.
     """
     if layers is None:
         return None
@@ -182,8 +182,8 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, uncompiled, outside of inference mode; restore every flag and
-    gradient afterwards.
+    """Run a model in eval mode, uncompiled, outside of inference mode;
+    restore every flag and gradient afterwards.
 
     Forwards inside are hidden from recorders that are attached to the model. Threads wait for each
     other. Raise TypeError if the model is not a module.
@@ -230,8 +230,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) -> int:
-    """Return the number as an int; raise TypeError if it is not an integer, ValueError if it is out
-    of range.
+    """Return the number as an int; raise TypeError if it is not an integer,
+    ValueError if it is out of range.
     """
     expected = (
         f"expected an integer from {low}{'' if high is None else f' to {high}'} for {noun}, "
@@ -247,8 +247,8 @@ def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) 
 
 
 def image_numbers(images: Any) -> tuple[int, ...]:
-    """Return indices of images in ascending order, given a number n for the first n, indices, or
-    None for none.
+    """Return indices of images in ascending order,
+    given a number n for the first n, indices, or None for none.
     """
     if images is None:
         return ()
@@ -280,8 +280,8 @@ def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
 
 
 def floating_tensor(model: nn.Module) -> Tensor | None:
-    """Return a floating-point parameter or buffer, which gives the dtype and device of images; None
-    without any.
+    """Return a floating-point parameter or buffer,
+    which gives the dtype and device of images; None without any.
     """
     return next(
         (
@@ -294,8 +294,8 @@ def floating_tensor(model: nn.Module) -> Tensor | None:
 
 
 def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its
-    device.
+    """Iterate over batches: the slice of the images,
+    and a copy in the model's dtype and on its device.
     """
     for start in range(0, len(images), batch_size):
         rows = slice(start, min(start + batch_size, len(images)))
@@ -305,8 +305,8 @@ def batches(model: nn.Module, images: Tensor, batch_size: int) -> Iterator[tuple
 
 
 def for_model(images: Tensor, model: nn.Module) -> Tensor:
-    """Return images in the model's dtype and on its device; an offloaded model moves its images
-    itself.
+    """Return images in the model's dtype and on its device;
+    an offloaded model moves its images itself.
     """
     like = floating_tensor(model)
     if like is None:
@@ -316,8 +316,8 @@ def for_model(images: Tensor, model: nn.Module) -> Tensor:
 
 
 def progress_bar(total: int | None, title: str, progress: bool | None, unit: str = "image") -> Any:
-    """Create a progress bar, shown at once (True), never (False), or on a screen after three
-    seconds (None).
+    """Create a progress bar, shown at once (True),
+    never (False), or on a screen after three seconds (None).
     """
     disable = None if progress is None else not progress  # None: unless on a terminal
     if progress is None and _in_notebook():

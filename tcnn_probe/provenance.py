@@ -13,8 +13,8 @@ __all__ = ["provenance", "versions"]
 
 
 def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
-    """Return attributes with the time, the versions (also of further packages) and the class of the
-    model.
+    """Return attributes with the time, the versions (also of further packages)
+    and the class of the model.
     """
     from tcnn_probe.models import unwrap
 

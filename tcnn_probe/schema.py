@@ -66,8 +66,8 @@ class Variable:
 
 @dataclass(frozen=True)
 class Group:
-    """Variables that share their layers and sizes; the root group, "", holds the numbers of
-    attention heads.
+    """Variables that share their layers and sizes;
+    the root group, "", holds the numbers of attention heads.
 
     The layer table has the facts about each module in plain JSON, by its name, in the order of the
     dimension "layer".

@@ -1,5 +1,5 @@
-"""Settings made before torch and Triton are imported, marks, and time saved on garbage collection
-and fsync.
+"""Settings made before torch and Triton are imported,
+marks, and time saved on garbage collection and fsync.
 """
 
 import gc
@@ -84,8 +84,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _disk_without_waiting() -> Iterator[None]:
-    """Replace fsync by a no-op: no test cuts the power, and the system keeps everything that a
-    killed process wrote.
+    """Replace fsync by a no-op: no test cuts the power,
+    and the system keeps everything that a killed process wrote.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)

@@ -10,8 +10,8 @@ ABSENT = "packages are not installed: pip install -e '.[test-all]'"
 
 
 def need(module: str) -> Any:
-    """Return a module, or skip the test or file that needs it; with ``TEST_ALL=1``, as in the gate,
-    fail instead.
+    """Return a module, or skip the test or file that needs it;
+    with ``TEST_ALL=1``, as in the gate, fail instead.
     """
     try:
         return importlib.import_module(module)

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run examples in a temporary folder, with timm's ResNets and ViTs narrowed to few channels, at
-    full depth.
+    """Run examples in a temporary folder, with timm's ResNets
+    and ViTs narrowed to few channels, at full depth.
     """
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
@@ -206,8 +206,8 @@ PAGES = sorted(
 
 
 def without_code(path: Path) -> str:
-    """Return a document without its blocks of code, in which ``#`` is a comment and ``](`` no
-    link.
+    """Return a document without its blocks of code,
+    in which ``#`` is a comment and ``](`` no link.
     """
     return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
 

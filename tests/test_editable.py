@@ -1,5 +1,5 @@
-"""An editable install is a path, which type checkers follow, instead of a finder, which they do not
-follow.
+"""An editable install is a path, which type checkers follow,
+instead of a finder, which they do not follow.
 """
 
 import shutil

@@ -1,5 +1,5 @@
-"""Allowed imports between the parts, read from the sources, and imports without optional
-dependencies.
+"""Allowed imports between the parts, read from the sources,
+and imports without optional dependencies.
 """
 
 import ast
@@ -109,8 +109,8 @@ STUDIES = {
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Return the dotted names that a file imports: modules, and ``module.name`` for each name
-    imported from one.
+    """Return the dotted names that a file imports: modules,
+    and ``module.name`` for each name imported from one.
     """
     return tuple(_names(path))
 
@@ -248,8 +248,8 @@ def test_a_misspelt_name_is_answered_with_a_suggestion() -> None:
 
 
 def test_folders_that_the_documents_name_need_no_import() -> None:
-    """What another of them imports comes before it, so that no import but its own could bring
-    it.
+    """What another of them imports comes before it,
+    so that no import but its own could bring it.
     """
     folders = ("images", "heads", "probes", "attribution")
     program = f"import tcnn_probe as p; print(*(getattr(p, n).__name__ for n in {folders}))"
@@ -320,8 +320,8 @@ for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
 
 
 def test_public_names_need_no_optional_dependency() -> None:
-    """``tcnn_model`` needs only torch and timm, and the probe's public names need no optional
-    package.
+    """``tcnn_model`` needs only torch and timm,
+    and the probe's public names need no optional package.
 
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to
     find_spec, which is what torch asks about Triton.

@@ -1,5 +1,5 @@
-"""The public names, their parameters and defaults equal public_surface.txt, so none changes by
-accident.
+"""The public names, their parameters and defaults equal public_surface.txt,
+so none changes by accident.
 
 ``python -m tests.test_public_surface`` rewrites the file after an intended change.
 """
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _surface() -> str:
-    """Return a line for each public name: its module, its name, its parameters with their
-    defaults.
+    """Return a line for each public name: its module,
+    its name, its parameters with their defaults.
     """
     lines = [line for module in _modules() for line in _describe_module(module)]
     return "\n".join(lines) + "\n"
@@ -38,8 +38,8 @@ def _describe_module(name: str) -> Iterator[str]:
 
 
 def _parameters(value: Any) -> str:
-    """Write parameters without annotations and defaults without addresses, which differ between
-    processes.
+    """Write parameters without annotations and defaults without addresses,
+    which differ between processes.
     """
     # Python's version decides if the constructor of an exception, which is Python's own, reveals
     # its parameters.

@@ -1,5 +1,5 @@
-r"""Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of
-one that learns.
+r"""Draw docs/anatomy.png: what the attention
+of a pretrained vision transformer is made of, and of one that learns.
 
     python docs/scripts/anatomy.py imagenette2-160/val --weights FILE.safetensors \
         --run results/photographs
@@ -99,8 +99,8 @@ def record(model: nn.Module, paths: Sequence[Path], store: Path | None) -> xr.Da
 
 
 def draw(tree: xr.DataTree, run: Path | None) -> plt.Figure:
-    """Draw kernels and parts of the recorded heads, and the parts of a training's heads by
-    epoch.
+    """Draw kernels and parts of the recorded heads,
+    and the parts of a training's heads by epoch.
     """
     heads = tree["heads"].dataset.isel(epoch=-1)
     kernels = tree["offset-kernel"].dataset.offset_kernel.isel(epoch=-1)

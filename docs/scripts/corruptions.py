@@ -1,5 +1,5 @@
-"""Draw every corruption at every severity as ``corruptions.png``, and print the table of
-``corruptions.md``.
+"""Draw every corruption at every severity as ``corruptions.png``,
+and print the table of ``corruptions.md``.
 
 python docs/scripts/corruptions.py                  # a few seconds; --size is the image's, --out
                                                     names another file

@@ -1,5 +1,5 @@
-r"""Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a
-study.
+r"""Make the recording that ``tcnn_probe.load_example`` opens,
+from the weights of every epoch of a study.
 
     python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained \
         --data imagenette2-160 --img-size 128 --limit 1600 --epochs 5 --batch-size 32 \

@@ -104,8 +104,8 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: VisionTransformer, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that the model classifies correctly; the recorder sees these
-    forward passes.
+    """Return the share of images that the model classifies correctly;
+    the recorder sees these forward passes.
     """
     model.eval()
     return (model(images).argmax(1) == labels).float().mean().item()

@@ -90,8 +90,8 @@ def timm_families() -> list[str]:
 
 
 def smallest_member(family: str) -> str:
-    """Return the name of the model of a family with the fewest parameters, except timm's own test
-    models.
+    """Return the name of the model of a family with the fewest parameters,
+    except timm's own test models.
     """
 
     def parameters(name: str) -> int:
@@ -107,8 +107,8 @@ def smallest_member(family: str) -> str:
 
 @torch.no_grad()
 def randomise(model: nn.Module, images: Tensor) -> nn.Module:
-    """Randomise norms, layer scales and gains in place, so that no converted layer is hidden behind
-    a zero.
+    """Randomise norms, layer scales and gains in place,
+    so that no converted layer is hidden behind a zero.
 
     Running statistics are set, one norm after the other, to those of the activations of random
     images, with a random disturbance. With unrelated statistics, activations would grow so much in
@@ -136,8 +136,8 @@ def randomise(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def image_size(model: nn.Module) -> InputSize:
-    """Return the size of a small image if the model takes it, or else the size that the model is
-    made for.
+    """Return the size of a small image if the model takes it,
+    or else the size that the model is made for.
     """
     meta = meta_copy(model)
     size = find_input_size(meta)
@@ -149,8 +149,8 @@ def image_size(model: nn.Module) -> InputSize:
 
 @torch.no_grad()
 def same_function_error(cnn: nn.Module, x: Tensor) -> float:
-    """Return the largest difference from the CNN's outputs, divided by the largest output of the
-    CNN.
+    """Return the largest difference from the CNN's outputs,
+    divided by the largest output of the CNN.
     """
     tcnn = reparameterize(cnn, stride="keep", locality_strength=20.0, gating=20.0)
     expected = cnn(x)
@@ -166,8 +166,8 @@ def last_grid(tcnn: nn.Module, image: InputSize) -> str:
 
 
 def unit_grid(model: nn.Module, image: InputSize) -> str:
-    """Return the resolution of the last GPSA layer at unit stride, or the reason why there is
-    none.
+    """Return the resolution of the last GPSA layer at unit stride,
+    or the reason why there is none.
     """
     try:
         return last_grid(reparameterize(model), image)
@@ -209,8 +209,8 @@ def _kind(layer: GPSA) -> str:
 
 
 def _brief(message: str) -> str:
-    """Shorten an error message to a cell of a table, without the exception that it quotes, which
-    can be long.
+    """Shorten an error message to a cell of a table,
+    without the exception that it quotes, which can be long.
     """
     message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace(
         "; use stride='keep'", ""

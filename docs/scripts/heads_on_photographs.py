@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def class_attention(run: Path) -> xr.DataTree:
-    """Return the attention of the class token in the photographs, with the best weights of a
-    training.
+    """Return the attention of the class token in the photographs,
+    with the best weights of a training.
     """
     config = Config(**read_toml(run / "config.toml"))
     model = create_from_weights(

@@ -1,5 +1,5 @@
-"""Draw how_it_works.png, the way from a forward to an epoch on disk: ``python
-docs/scripts/how_it_works.py``.
+"""Draw how_it_works.png, the way from a forward to an epoch on disk:
+``python docs/scripts/how_it_works.py``.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Make docs/look.html, the page that ``tcnn_probe.look`` writes of a real network on free
-photographs.
+"""Make docs/look.html, the page that ``tcnn_probe.look`` writes
+of a real network on free photographs.
 
     pip install -e ".[torch,report]" scikit-image safetensors
     python docs/scripts/look.py --weights FILE.safetensors
@@ -117,8 +117,8 @@ def cut_photographs(folder: Path) -> None:
 
 @torch.no_grad()
 def predict_masks(model: nn.Module, decode: nn.Module, photographs: Path, folder: Path) -> None:
-    """Write a mask of each photograph: where the network's prediction of importance is above one
-    half.
+    """Write a mask of each photograph: where the network's prediction
+    of importance is above one half.
     """
     folder.mkdir()
     for path in sorted(photographs.rglob("*.png")):

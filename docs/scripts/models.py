@@ -70,8 +70,8 @@ class Model(NamedTuple):
     width: int
     options: Mapping[str, Any] = {}
     fits_norms: bool = False
-    """Whether batch norms take their statistics from images first: with the initial ones all
-    features vanish.
+    """Whether batch norms take their statistics from images first:
+    with the initial ones all features vanish.
     """
 
     def build(self) -> nn.Module:
@@ -308,8 +308,8 @@ def layouts_of(module: nn.Module, image: Tensor) -> tuple[AttentionStream, Mappi
 
 
 def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> str:
-    """Return in how many layers maps change where the image does, and of how many decided layers;
-    "" without maps.
+    """Return in how many layers maps change where the image does,
+    and of how many decided layers; "" without maps.
 
     The module is modified: its attention layers return zeros afterwards.
     """

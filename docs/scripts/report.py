@@ -60,8 +60,8 @@ def take_picture(
     choice: tuple[int, int] = CHOICE,
     size: tuple[int, int] = SIZE,
 ) -> None:
-    """Open a page in a headless browser, choose a head with the arrow keys, and save a
-    screenshot.
+    """Open a page in a headless browser, choose a head
+    with the arrow keys, and save a screenshot.
     """
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""

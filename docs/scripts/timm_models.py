@@ -1,5 +1,5 @@
-"""Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that
-timm registers.
+"""Write ``timm_models.md``, the table of the layers
+that are recorded in every kind of model that timm registers.
 
     python docs/scripts/timm_models.py                 # all names, about ten minutes on one core
     python docs/scripts/timm_models.py --models cait_m36  # names with a word; --out names a file
@@ -93,15 +93,15 @@ class Differences(Verification):
 
 
 class ArgumentsError(Exception):
-    """Raised with the class of a model that timm would build, and the arguments of the class by
-    name.
+    """Raised with the class of a model that timm would build,
+    and the arguments of the class by name.
     """
 
 
 @contextmanager
 def built_by(make: Callable[[Build], Build]) -> Iterator[None]:
-    """Build timm's models in the block by the function that ``make`` returns for timm's own
-    function.
+    """Build timm's models in the block by the function
+    that ``make`` returns for timm's own function.
     """
     modules = [
         module
@@ -171,8 +171,8 @@ def at_most(blocks: int, number: Any) -> Any:
 
 
 def switches(value: Any) -> Any:
-    """Return arguments with each number replaced by whether it is positive, so that kinds of models
-    can be compared.
+    """Return arguments with each number replaced by whether it is positive,
+    so that kinds of models can be compared.
     """
     if dataclasses.is_dataclass(value):
         value = vars(value)
@@ -232,8 +232,8 @@ def has_candidates(model: nn.Module) -> bool:
 
 
 def describe(name: str) -> Row | None:
-    """Return the row of a model after one forward pass; None if it has no module that could
-    attend.
+    """Return the row of a model after one forward pass;
+    None if it has no module that could attend.
     """
     with built_by(build_shallow):
         with torch.device("meta"):

@@ -1,5 +1,5 @@
-"""Draw docs/what_heads_see.png: where heads of a vision transformer look, and how far the image
-decides it by epoch.
+"""Draw docs/what_heads_see.png: where heads of a vision transformer look,
+and how far the image decides it by epoch.
 
     python docs/scripts/what_heads_see.py
 
@@ -66,8 +66,8 @@ def draw_attention(panel: Axes, digit: object, attention: xr.DataArray) -> None:
 
 
 def draw_information(axes: Axes, heads: xr.Dataset, chosen: list[tuple[str, int]]) -> None:
-    """Draw the class token's content information in all heads in grey, and in the chosen ones in
-    colour.
+    """Draw the class token's content information in all heads in grey,
+    and in the chosen ones in colour.
     """
     information = heads.class_content_information
     for layer in heads.layer.values:

@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def open_browser(size: tuple[int, int], scheme: str) -> Any:
-    """Open a browser that finds no network, with a screen of width x height pixels and a colour
-    scheme.
+    """Open a browser that finds no network,
+    with a screen of width x height pixels and a colour scheme.
     """
     options = webdriver.ChromeOptions()
     # Hosted runners have Chrome and a driver of the same version, and perhaps a Chromium of another

@@ -1,5 +1,5 @@
-"""The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without
-network.
+"""The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``,
+without network.
 
 Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works
 here. The examples of docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks,
@@ -202,8 +202,8 @@ html_theme_options: dict[str, Any] = {"secondary_sidebar_items": ["page-toc", "s
 
 
 class Table(Autosummary):
-    """Names with their summaries; autosummary has none for a class under another name, such as
-    ``record``.
+    """Names with their summaries; autosummary has none
+    for a class under another name, such as ``record``.
     """
 
     def get_items(self, names: list[str]) -> list[tuple[str, str | None, str, str]]:
@@ -222,8 +222,8 @@ class Table(Autosummary):
 
 
 def write_gallery(_: Sphinx) -> None:
-    """Write the gallery, a card for each study: its first line and, where docs/ has it, its
-    figure.
+    """Write the gallery, a card for each study:
+    its first line and, where docs/ has it, its figure.
     """
     GENERATED.mkdir(parents=True, exist_ok=True)
     for page in GENERATED.glob("tcnn_*.rst"):
@@ -252,8 +252,8 @@ def write_gallery(_: Sphinx) -> None:
 
 
 def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Add the parts that a page has on the site only: contents, a picture, code of a study, a
-    notebook's file.
+    """Add the parts that a page has on the site only:
+    contents, a picture, code of a study, a notebook's file.
     """
     name = Path(docname).name
     if docname in PICTURES:
@@ -277,8 +277,8 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
-    """Write llms.txt (llmstxt.org): a list of the pages in plain text, with the Markdown source of
-    each.
+    """Write llms.txt (llmstxt.org): a list of the pages in plain text,
+    with the Markdown source of each.
     """
     if exception is not None:
         return
@@ -309,8 +309,8 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
-    """Warn of public names that the reference does not list under this or another name; with -W the
-    build fails.
+    """Warn of public names that the reference does not list under this or another name;
+    with -W the build fails.
     """
     for name in unlisted_names(LISTED):
         getLogger(__name__).warning("%s is not in docs/site/api.md", name)

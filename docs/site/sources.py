@@ -1,5 +1,5 @@
-"""Extracts from the documents for the site: examples for the reference, first paragraphs for
-llms.txt.
+"""Extracts from the documents for the site:
+examples for the reference, first paragraphs for llms.txt.
 """
 
 import ast
@@ -91,8 +91,8 @@ def examples(root: Path, names: list[str]) -> dict[str, Example]:
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the blocks of Python code of a document or notebook, without blocks of IPython's
-    magics.
+    """Return the blocks of Python code of a document or notebook,
+    without blocks of IPython's magics.
     """
     blocks = re.findall(
         r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```",

@@ -1,5 +1,5 @@
-"""Arms that separate the effect of content from that of mixing over the image: their models, rates
-and training.
+"""Arms that separate the effect of content from that
+of mixing over the image: their models, rates and training.
 """
 
 import math
@@ -75,8 +75,8 @@ ARMS = {
 
 
 class StaticMapGPSA(GPSA):
-    """GPSA with ``C_h = softmax(L_h)`` for its content part: a learned N_query x N_key map, the
-    same for every image.
+    """GPSA with ``C_h = softmax(L_h)`` for its content part:
+    a learned N_query x N_key map, the same for every image.
 
     ``query`` holds L, shape (heads, N_query, N_key), and ``key`` the identity, so that recordings
     and ablations, which multiply queries and keys, see the logits L. The gate, the positional part,
@@ -116,8 +116,8 @@ class StaticMapGPSA(GPSA):
         return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer, (B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is computed once
-        for all images.
+        """Apply the layer, (B, C_in, H, W) -> (B, C_out, H_out, W_out);
+        attention is computed once for all images.
         """
         # One image is enough, because neither part of the attention depends on the image.
         attention = self.gated_attention(x[:1])
@@ -141,8 +141,8 @@ class StaticMapGPSA(GPSA):
 
 
 class OffsetKernelGPSA(StaticMapGPSA):
-    """:class:`StaticMapGPSA` with ``L_h(i, j) = theta_h(j - i)``: a number for each offset, a
-    convolution of any reach.
+    """:class:`StaticMapGPSA` with ``L_h(i, j) = theta_h(j - i)``:
+    a number for each offset, a convolution of any reach.
 
     ``query`` holds theta, shape (heads, offsets): 225 numbers a head on a grid of 8 x 8, where a
     map has 4,096.
@@ -316,8 +316,8 @@ def mixed_batches(
 def _groups(
     model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; a sum of rates divided by ``total``, the sum of the factors,
-    is a peak rate.
+    """Return the optimizer's groups; a sum of rates divided by ``total``,
+    the sum of the factors, is a peak rate.
     """
     decay = options["weight_decay"]
     if arm.papers_rates:

@@ -1,5 +1,5 @@
-"""Images of the comparison of content and mixing, and the features of a frozen trunk, which are
-computed once.
+"""Images of the comparison of content and mixing,
+and the features of a frozen trunk, which are computed once.
 """
 
 from collections.abc import Iterator

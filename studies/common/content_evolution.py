@@ -1,5 +1,5 @@
-"""Growth of content information while heads learn: a figure, and a comparison with untrained
-heads.
+"""Growth of content information while heads learn:
+a figure, and a comparison with untrained heads.
 """
 
 import matplotlib as mpl
@@ -20,8 +20,8 @@ SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
 
 @mpl.rc_context(STYLE)
 def draw_content(models: dict[str, xr.Dataset]) -> Figure:
-    """Draw a row of panels for each variable of each model, and in it a panel for each layer; a
-    line is a head.
+    """Draw a row of panels for each variable of each model,
+    and in it a panel for each layer; a line is a head.
 
     Args:
         models: Datasets by name of the model: gates and content information (epoch, layer, head),
@@ -67,8 +67,8 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
 
 
 def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
-    """Return a text that compares content information with that of untrained heads, and of shuffled
-    labels.
+    """Return a text that compares content information
+    with that of untrained heads, and of shuffled labels.
 
     Args:
         content: Dataset as for :func:`draw_content`, with the dimension training.
@@ -113,8 +113,8 @@ def _interval(values: xr.DataArray) -> str:
 
 
 def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
-    """Return a t interval for the mean over trainings; NaN for one training, which has no
-    spread.
+    """Return a t interval for the mean over trainings;
+    NaN for one training, which has no spread.
     """
     means = values.mean(["layer", "head"])
     if means.size < 2:

@@ -44,8 +44,8 @@ GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.value
 
 
 def tree_of(folder: Path) -> xr.DataTree:
-    """Return all finished runs as a tree: a node for each table (blocks, batch norm), with a child
-    for each run.
+    """Return all finished runs as a tree: a node for each table (blocks, batch norm),
+    with a child for each run.
     """
     nodes: dict[str, xr.Dataset] = {}
     # Names of runs begin with the number of blocks.
@@ -78,8 +78,8 @@ def report(tree: xr.DataTree) -> str:
 
 
 def check(tree: xr.DataTree) -> bool:
-    """Check what holds by construction: static maps carry no content, and no gate of arm E
-    moves.
+    """Check what holds by construction: static maps carry no content,
+    and no gate of arm E moves.
     """
     passed = bool(tree.children)
     for run in itertools.chain(*map(_runs, tree.children.values())):
@@ -109,8 +109,8 @@ def check(tree: xr.DataTree) -> bool:
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Draw content information and gates by step, accuracy by arm, and the endpoints with their
-    intervals.
+    """Draw content information and gates by step,
+    accuracy by arm, and the endpoints with their intervals.
     """
     figure = Figure(figsize=(9.5, 6.8), layout="constrained")
     panels = figure.subplots(2, 2).ravel()
@@ -183,8 +183,8 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
 def _stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
-    """Return whether each image is classified correctly, by seed: (image,), or (corruption, image)
-    if corrupted.
+    """Return whether each image is classified correctly,
+    by seed: (image,), or (corruption, image) if corrupted.
     """
     by_seed = {}
     for run in runs:
@@ -201,8 +201,8 @@ def _stacked(
 def _difference(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
-    """Return first minus second for the seeds that both have, shape (seeds, ...); None if there are
-    none.
+    """Return first minus second for the seeds that both have,
+    shape (seeds, ...); None if there are none.
     """
     seeds = sorted(first.keys() & second.keys())
     # Runs are paired by seed, since those of one seed share their images and initial weights.
@@ -210,8 +210,8 @@ def _difference(
 
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its
-    learning rates.
+    """Return lines on the mean accuracy of every arm over its seeds,
+    and on the sums of its learning rates.
     """
     lines = [
         "accuracy (mean over seeds)                 "
@@ -245,8 +245,8 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
 
 
 def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
-    """Return endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of
-    images.
+    """Return endpoints 1, 2 and 3: the difference
+    in accuracy by name, start, and kind of images.
     """
     effects = {}
     for start in sorted(
@@ -270,8 +270,8 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
 
 
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on differences with their intervals and verdicts, and on the families of
-    corruptions.
+    """Return lines on differences with their intervals and verdicts,
+    and on the families of corruptions.
     """
     effects = primary_effects(runs)
     lines = [
@@ -338,8 +338,8 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
 
 
 def _heads(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on single heads of C: the cost of their static attention, compared with recorded
-    variables.
+    """Return lines on single heads of C: the cost of their static attention,
+    compared with recorded variables.
     """
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:

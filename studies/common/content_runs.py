@@ -1,5 +1,5 @@
-"""Runs of the comparison: training of an arm, its measurements, and the file of its results,
-written atomically.
+"""Runs of the comparison: training of an arm, its measurements,
+and the file of its results, written atomically.
 """
 
 import copy
@@ -149,8 +149,8 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Return whether each test image is classified correctly, with unchanged and with ablated
-    attention.
+    """Return whether each test image is classified correctly,
+    with unchanged and with ablated attention.
     """
     labels = features.images.test.labels
     is_corrupted = features.corrupted is not None
@@ -189,8 +189,8 @@ def _measured(
 
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
-    """Return the standard deviation of each group's weights before training; 1 for gates, in the
-    unit of lambda.
+    """Return the standard deviation of each group's weights before training;
+    1 for gates, in the unit of lambda.
     """
     # Weight decay is for matrices and filters, not for biases and norms.
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
@@ -224,8 +224,8 @@ def _right(
 
 
 def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:
-    """Return whether images are classified correctly under each corruption, shape (corruptions,
-    n).
+    """Return whether images are classified correctly under each corruption,
+    shape (corruptions, n).
     """
     parts = features.corrupted
     labels = features.images.test.labels[features.images.corrupted_rows]

@@ -1,5 +1,5 @@
-"""Controls for a T-CNN: CNNs without its attention, and a T-CNN with another start, fine-tuned for
-as long.
+"""Controls for a T-CNN: CNNs without its attention,
+and a T-CNN with another start, fine-tuned for as long.
 """
 
 import argparse
@@ -35,8 +35,8 @@ TRAINING_TITLES = {
 # At 20 and 20 the T-CNN would equal the CNN exactly, and stay a convolution: sigma(20) is 1 in
 # float32, so that gates, queries and keys would have no gradient.
 NEAR_START = {"locality_strength": 5.0, "gating": 4.0}
-"""Start near the CNN at stride 1 from which attention can learn: 0.97 of position on the kernel
-tap, gates of 0.98.
+"""Start near the CNN at stride 1 from which attention can learn:
+0.97 of position on the kernel tap, gates of 0.98.
 """
 
 
@@ -58,8 +58,8 @@ def count_controls(args: argparse.Namespace) -> int:
 
 
 def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
-    """Return a copy of the CNN, "control", and the models that ``--unstrided`` and
-    ``--matched-start`` ask for.
+    """Return a copy of the CNN, "control", and the models
+    that ``--unstrided`` and ``--matched-start`` ask for.
 
     The CNN shows the effect of longer training, "unstrided" that of the T-CNN's finer grid, and
     "matched" that of its attention where the grid is the same and the start nearly so.

@@ -68,8 +68,8 @@ def trained_convolutions(
 
 
 def _freeze_unused(model: torch.nn.Module, images: Tensor) -> None:
-    """Freeze parameters that features of patches do not depend on, such as those of the class
-    token's last queries.
+    """Freeze parameters that features of patches do not depend on,
+    such as those of the class token's last queries.
     """
     model(images).square().mean().backward()
     for parameter in model.parameters():

@@ -88,8 +88,8 @@ def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
 
 
 def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
-    """Return "yes", "yes, by less than the margin", "no" or "undecided" on whether there is a
-    positive effect.
+    """Return "yes", "yes, by less than the margin",
+    "no" or "undecided" on whether there is a positive effect.
 
     Args:
         effect: Effect with a 95 % interval.

@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
-"""DeiT's, without magnitudes above 9: at 10, images would be posterized to zero bits, which Pillow
-refuses since 13.
+"""DeiT's, without magnitudes above 9: at 10,
+images would be posterized to zero bits, which Pillow refuses since 13.
 """
 
 VIEWS = 3
@@ -61,8 +61,8 @@ def digits_loaders(
 
 
 def with_shuffled_labels(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a loader of digits with permuted labels, so that nothing in an image tells its
-    label.
+    """Return a loader of digits with permuted labels,
+    so that nothing in an image tells its label.
     """
     dataset = copy.copy(loader.dataset)
     generator = torch.Generator().manual_seed(seed)
@@ -131,8 +131,8 @@ def image_loaders(
 
 
 class RepeatedViews(Sampler[int]):
-    """Indices of the images of an epoch: a random third of them in random order, each three times
-    in a row.
+    """Indices of the images of an epoch: a random third
+    of them in random order, each three times in a row.
 
     timm's ``RepeatAugSampler`` draws the same order in each epoch unless the training loop sets its
     epoch.
@@ -154,8 +154,8 @@ class RepeatedViews(Sampler[int]):
 
 
 class Mixing:
-    """Collate function that mixes the images of a batch by timm's mixup or CutMix, with DeiT's
-    strengths.
+    """Collate function that mixes the images of a batch
+    by timm's mixup or CutMix, with DeiT's strengths.
 
     Args:
         model: Model, with the number of classes of the targets.
@@ -249,8 +249,8 @@ class Probed:
 
 
 def probed_images(dataset: Any, count: int) -> Probed:
-    """Return ``count`` images of a validation set, spread evenly over it, since folders are sorted
-    by class.
+    """Return ``count`` images of a validation set,
+    spread evenly over it, since folders are sorted by class.
     """
     numbers = spread(len(dataset), count)
     masks = None
@@ -274,8 +274,8 @@ def probed_images(dataset: Any, count: int) -> Probed:
 
 @torch.no_grad()
 def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probed:
-    """Return photographs with a box around the object in each; their labels are the predictions of
-    the model.
+    """Return photographs with a box around the object in each;
+    their labels are the predictions of the model.
 
     Args:
         file: Comma-separated table without a header: file name, and left, top, right and bottom of
@@ -323,8 +323,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
 
 
 class PixelBatches:
-    """Batches of images in [0, 1], before normalisation, with their labels; every pass yields the
-    same batches.
+    """Batches of images in [0, 1], before normalisation,
+    with their labels; every pass yields the same batches.
 
     Args:
         model: Model whose normalisation the images have, unless they are digits.

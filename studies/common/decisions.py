@@ -1,5 +1,5 @@
-"""Disagreement of models on clean and corrupted images, and the comparison of the user's own
-models.
+"""Disagreement of models on clean and corrupted images,
+and the comparison of the user's own models.
 """
 
 import argparse
@@ -21,8 +21,8 @@ __all__ = ["agree_on_errors", "by_condition", "compare_given"]
 
 
 def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
-    """Compare the models of ``--model`` without training; return whether the models of every pair
-    share errors.
+    """Compare the models of ``--model`` without training;
+    return whether the models of every pair share errors.
 
     Args:
         args: Command line of the study; ``model`` is a list of names, and ``pretrained`` a list of
@@ -71,8 +71,8 @@ def decide(args: argparse.Namespace, later: tuple[str, ...]) -> tuple[xr.Dataset
 
 
 def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
-    """Return whether two models decide differently: (model, other, by, image); ``by`` begins with
-    "clean".
+    """Return whether two models decide differently:
+    (model, other, by, image); ``by`` begins with "clean".
     """
     clean, corrupted = (
         evaluation.disagreement(results, condition).differ for condition in (None, by)
@@ -82,8 +82,8 @@ def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
 
 
 def agree_on_errors(differ: float, first: xr.DataArray, second: xr.DataArray, names: str) -> bool:
-    """Print and return whether two models differ less than models of their accuracies with
-    independent errors.
+    """Print and return whether two models differ less than models
+    of their accuracies with independent errors.
     """
     # The probability that exactly one model is right, if no image is harder than another.
     independent = float((first * (1 - second) + second * (1 - first)).mean())
@@ -97,8 +97,8 @@ def agree_on_errors(differ: float, first: xr.DataArray, second: xr.DataArray, na
 
 @mpl.rc_context({"font.size": 9})
 def draw_pairs(disagreement: xr.DataArray) -> Figure:
-    """Draw how often the models of each pair disagree, on clean and on corrupted images; the truth
-    counts as one.
+    """Draw how often the models of each pair disagree,
+    on clean and on corrupted images; the truth counts as one.
     """
     names = disagreement.model.values.tolist()
     figure = Figure(figsize=(4 + 1.6 * len(names), 2 + 0.6 * len(names)), layout="constrained")
@@ -124,8 +124,8 @@ def draw_pairs(disagreement: xr.DataArray) -> Figure:
 
 
 def pair_table(disagreement: xr.DataArray) -> str:
-    """Return the disagreement of each pair by condition, with 95 % intervals; with the truth it is
-    the error rate.
+    """Return the disagreement of each pair by condition,
+    with 95 % intervals; with the truth it is the error rate.
     """
     rates, intervals = (
         disagreement.mean("image"),

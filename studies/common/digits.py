@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 MEAN, STD = 0.2, 0.3
-"""Mean that is subtracted from pixels in [0, 1], and standard deviation that they are divided
-by.
+"""Mean that is subtracted from pixels in [0, 1],
+and standard deviation that they are divided by.
 """
 
 
@@ -122,8 +122,8 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
 def cluttered_digits(
     *, size: int = 64, limit: int | None = None, seed: int = 0, fragments: int = 6
 ) -> tuple[ClutteredDigits, ClutteredDigits]:
-    """Return training and validation scenes: three quarters and one quarter of the digits,
-    stratified by class.
+    """Return training and validation scenes:
+    three quarters and one quarter of the digits, stratified by class.
 
     Args:
         size: Height and width of the scenes, in pixels.
@@ -162,8 +162,8 @@ def cluttered_digits(
 
 
 def plain_digits(*, training: bool) -> tuple[Tensor, Tensor]:
-    """Return four fifths of the digits, without clutter, or the others: images (N, 1, 8, 8) in [-1,
-    1], and labels.
+    """Return four fifths of the digits, without clutter,
+    or the others: images (N, 1, 8, 8) in [-1, 1], and labels.
     """
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1

@@ -27,8 +27,8 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ended(main: Any, arguments: list[str] | None = None) -> int:
-    """Run a study and return the exit code of ``main``, or 2 for a refusal, with a message but no
-    traceback.
+    """Run a study and return the exit code of ``main``,
+    or 2 for a refusal, with a message but no traceback.
     """
     try:
         return main(arguments)
@@ -44,8 +44,8 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
 
 
 def finish(passed: bool, data: str) -> int:
-    """Return the exit code after the checks: on the user's own data a check that fails is a
-    finding, not an error.
+    """Return the exit code after the checks:
+    on the user's own data a check that fails is a finding, not an error.
     """
     if passed:
         return 0
@@ -67,8 +67,8 @@ def side_of_zero(
 
 
 def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
-    """Return whether accuracy is above chance (one-sided binomial test, 1 %); print a line if it is
-    not.
+    """Return whether accuracy is above chance (one-sided binomial test, 1 %);
+    print a line if it is not.
 
     Args:
         model: Name of the model.

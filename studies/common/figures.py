@@ -1,5 +1,5 @@
-"""Look of the studies' figures: one style, letters of panels, colours in order, ticks at whole
-epochs.
+"""Look of the studies' figures: one style,
+letters of panels, colours in order, ticks at whole epochs.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""Folder of the user's own images: ``train/`` and ``val/``, with a folder for every class in
-each.
+"""Folder of the user's own images: ``train/`` and ``val/``,
+with a folder for every class in each.
 """
 
 from collections.abc import Sequence
@@ -71,8 +71,8 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
 
 
 def imagenet_rows(classes: Sequence[str], subset: str | None = "imagenet-1k") -> list[int] | None:
-    """Return the rows of the classes in an ImageNet classifier if all are WordNet ids of its
-    classes, else None.
+    """Return the rows of the classes in an ImageNet classifier
+    if all are WordNet ids of its classes, else None.
     """
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
@@ -80,8 +80,8 @@ def imagenet_rows(classes: Sequence[str], subset: str | None = "imagenet-1k") ->
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return ``count`` indices below ``length``, spread evenly, since folders are sorted by
-    class.
+    """Return ``count`` indices below ``length``,
+    spread evenly, since folders are sorted by class.
     """
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]

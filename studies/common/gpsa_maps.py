@@ -1,5 +1,5 @@
-"""Attention of every head of a Transformed CNN for the query at one pixel, and loading of the
-user's images.
+"""Attention of every head of a Transformed CNN for the query at one pixel,
+and loading of the user's images.
 """
 
 from collections.abc import Sequence
@@ -118,8 +118,8 @@ def _of_layer(layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int
 
 
 def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
-    """Return the images of files, (B, C, H, W), prepared in the same way as those of the validation
-    set.
+    """Return the images of files, (B, C, H, W),
+    prepared in the same way as those of the validation set.
 
     Raises:
         OSError: A file is missing, or is not an image.

@@ -1,5 +1,5 @@
-"""Heads replaced rung by rung: orders of heads, changes of the output, and correlations of
-ranks.
+"""Heads replaced rung by rung: orders of heads,
+changes of the output, and correlations of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +42,8 @@ Values = NDArray[np.float64]
 
 
 def lost_shares(recording: xr.Dataset) -> xr.Dataset:
-    """Return the parts of each head in nat, and the share of selectivity that each rung loses,
-    ``lost``.
+    """Return the parts of each head in nat,
+    and the share of selectivity that each rung loses, ``lost``.
     """
     # Parts may come out slightly negative.
     selectivity, offset, position, key, query_key = (
@@ -78,8 +78,8 @@ def lost_shares(recording: xr.Dataset) -> xr.Dataset:
 
 @torch.no_grad()
 def attention_deviation(model: nn.Module, images: Tensor) -> xr.DataArray:
-    """Return the standard deviation over images of each attention weight, as a mean over pairs:
-    (layer, head).
+    """Return the standard deviation over images of each attention weight,
+    as a mean over pairs: (layer, head).
 
     DWConv_VFM (2605.22132) chooses the heads to replace by this statistic.
     """
@@ -185,8 +185,8 @@ def _outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
 
 
 def _changes(outputs: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return the change of each image's features, and the correlation and mean difference of its
-    map.
+    """Return the change of each image's features,
+    and the correlation and mean difference of its map.
     """
     changes = {"change": relative_change(outputs["features"], whole["features"])}
     if "map" in whole:

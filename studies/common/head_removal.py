@@ -37,8 +37,8 @@ _ALONE = ("contrast",)
 
 
 def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
-    """Return the heads of each type that the model has, and the empty set; ``types`` has the dims
-    (layer, head).
+    """Return the heads of each type that the model has,
+    and the empty set; ``types`` has the dims (layer, head).
     """
     return {NOTHING: None} | {kind: types == kind for kind in PAIR if bool((types == kind).any())}
 
@@ -46,8 +46,8 @@ def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
 def random_heads(
     types: xr.DataArray, draws: int, rng: np.random.Generator
 ) -> dict[str, xr.DataArray | None]:
-    """Return, for each type, ``draws`` sets of as many heads as it has, drawn from all heads of the
-    model.
+    """Return, for each type, ``draws`` sets of as many heads as it has,
+    drawn from all heads of the model.
     """
     existing = np.flatnonzero(types.values.ravel() != "")
     sets = {}
@@ -75,8 +75,8 @@ def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
 
 
 def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
-    """Return the mean correctness by condition; sets that are not drawn at random have the same
-    value in each draw.
+    """Return the mean correctness by condition;
+    sets that are not drawn at random have the same value in each draw.
     """
     # Correctness becomes a number, because it is averaged over severities and seeds.
     corrupted = results.correct.astype(float).mean(["severity", "seed"])

@@ -1,5 +1,5 @@
-"""Figures of the variables of training health: a healthy training beside an ill one, with the limit
-and the alarm.
+"""Figures of the variables of training health:
+a healthy training beside an ill one, with the limit and the alarm.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,8 @@ ALARM = "#D55E00"
 LIMITS = HealthLimits()
 
 Limit = Callable[[xr.DataArray], xr.DataArray | float]
-"""Function of the values of a layer, (epoch, head) or (epoch,), that returns the limit: a number,
-or one by epoch.
+"""Function of the values of a layer, (epoch, head) or (epoch,),
+that returns the limit: a number, or one by epoch.
 """
 
 
@@ -113,8 +113,8 @@ PICTURES: Mapping[str, Picture] = {
         "token_outliers", lambda ds: ds.token_outliers, lambda _: LIMITS.token_outliers
     ),
 }
-"""Pictures by sign. "logits jump" has no picture, because it is a sign of the same variable as
-"large logits".
+"""Pictures by sign. "logits jump" has no picture,
+because it is a sign of the same variable as "large logits".
 """
 
 
@@ -157,8 +157,8 @@ def find_examples(
 
 
 def clearest_head(ds: xr.Dataset, finding: Finding) -> int | None:
-    """Return the head of a finding that is furthest beyond the limit at its first epoch; None
-    without heads.
+    """Return the head of a finding that is furthest beyond the limit at its first epoch;
+    None without heads.
     """
     if not finding.heads:
         return None
@@ -207,8 +207,8 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
 
 
 def draw_training(panel: Axes, ds: xr.Dataset, example: Example) -> None:
-    """Draw a line for each head or layer in the layer's colour, a thick one for the example, and
-    its limit.
+    """Draw a line for each head or layer in the layer's colour,
+    a thick one for the example, and its limit.
     """
     picture = PICTURES[example.finding.sign]
     values = picture.values(ds)

@@ -1,5 +1,5 @@
-"""Images in memory for trainings from scratch: scikit-learn's digits, or small photographs from a
-folder.
+"""Images in memory for trainings from scratch:
+scikit-learn's digits, or small photographs from a folder.
 """
 
 from dataclasses import dataclass

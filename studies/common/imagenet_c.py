@@ -1,5 +1,5 @@
-"""Published images of ImageNet-C from disk, for the study of robustness: decisions, Fig. 3 of the
-T-CNN paper, mCE.
+"""Published images of ImageNet-C from disk,
+for the study of robustness: decisions, Fig. 3 of the T-CNN paper, mCE.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def measure_imagenet_c(
 
 
 def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
-    """Draw the improvement over a baseline on the published images, by group and by severity (Fig.
-    3).
+    """Draw the improvement over a baseline on the published images,
+    by group and by severity (Fig. 3).
     """
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for panel, by in zip(figure.subplots(1, 2), ("group", "severity"), strict=True):
@@ -55,8 +55,8 @@ def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
 
 
 def imagenet_c_report(results: xr.Dataset) -> str:
-    """Return the accuracy on ImageNet-C and, if all of it was measured, the mCE relative to
-    AlexNet's.
+    """Return the accuracy on ImageNet-C and,
+    if all of it was measured, the mCE relative to AlexNet's.
     """
     # A plain mean is right, as ImageNet-C has the same images in each corruption and severity.
     accuracy = results.accuracy.mean(["corruption", "severity", "seed"])

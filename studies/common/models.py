@@ -39,8 +39,8 @@ SMALL_RESNETS: dict[str, dict[str, Any]] = {
 
 
 def small_resnet(kind: str = "ResNet") -> nn.Module:
-    """Return a ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last
-    stage.
+    """Return a ResNet for 64 x 64 scenes: 0.1 M parameters,
+    four 3 x 3 convolutions in its last stage.
     """
     shape = {
         "channels": (8, 16, 32, 32),
@@ -56,8 +56,8 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
 
 
 def small_patchconvnet(num_heads: int = 1) -> nn.Module:
-    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4
-    pixels.
+    """Return a PatchConvNet for 64 x 64 scenes: width 32,
+    four blocks, 16 x 16 patches of 4 x 4 pixels.
 
     Args:
         num_heads: Number of heads of its pooling, a divisor of 32.
@@ -80,8 +80,8 @@ def small_patchconvnet(num_heads: int = 1) -> nn.Module:
 
 
 def small_vit(cnn: nn.Module, size: int) -> nn.Module:
-    """Return a vision transformer of four blocks of three heads, on the features before a small
-    ResNet's last stage.
+    """Return a vision transformer of four blocks of three heads,
+    on the features before a small ResNet's last stage.
     """
     # All but the last stage, the pooling and the classifier.
     stages = nn.Sequential(*list(copy.deepcopy(cnn).children())[:-3])
@@ -142,8 +142,8 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
 
 
 def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
-    """Return the timm model that the user named, with its own classifier, and with weights if asked
-    for.
+    """Return the timm model that the user named,
+    with its own classifier, and with weights if asked for.
 
     Args:
         args: Command line of the study.
@@ -162,8 +162,8 @@ def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
 
 @torch.no_grad()
 def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
-    """Refuse a model that does not take an image, shape (C, H, W), or does not return a score for
-    each class.
+    """Refuse a model that does not take an image,
+    shape (C, H, W), or does not return a score for each class.
     """
     size = " x ".join(map(str, image.shape[1:]))
     try:
@@ -205,8 +205,8 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
 
 
 def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
-    """Return the model for images of a size; timm's CNNs take any size and have no option for
-    it.
+    """Return the model for images of a size;
+    timm's CNNs take any size and have no option for it.
     """
     if size is not None:
         try:

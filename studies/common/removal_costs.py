@@ -34,8 +34,8 @@ def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
 
 
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
-    """Return, by type, the cost in excess of that of as many random heads: (training, draw,
-    condition, image).
+    """Return, by type, the cost in excess of that of as many random heads:
+    (training, draw, condition, image).
     """
     return {
         # Otherwise a type with more heads would cost more for their number alone.
@@ -55,8 +55,8 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
 
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
-    """Return the mean, and an interval over random draws of heads and over images, for these
-    trainings only.
+    """Return the mean, and an interval over random draws
+    of heads and over images, for these trainings only.
     """
     low, high = evaluation.mean_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
@@ -88,8 +88,8 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
 
 
 def by_side(values: xr.DataArray, above: str, below: str, neither: str) -> list[tuple[str, str]]:
-    """Return the conditions whose interval lies above zero, lies below it or contains it, with the
-    words for each.
+    """Return the conditions whose interval lies above zero,
+    lies below it or contains it, with the words for each.
     """
     conditions: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:

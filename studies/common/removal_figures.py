@@ -1,5 +1,5 @@
-"""Figure of what removed heads cost: bars by type and condition, and a point for each single
-head.
+"""Figure of what removed heads cost: bars by type and condition,
+and a point for each single head.
 """
 
 import matplotlib as mpl
@@ -24,8 +24,8 @@ BARS = {
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Draw the costs of types by condition, a row for each mode; and the cost of each head by its
-    gate.
+    """Draw the costs of types by condition,
+    a row for each mode; and the cost of each head by its gate.
     """
     right = tree["types"].right.load()
     modes = [str(mode) for mode in right.mode.values]

@@ -1,5 +1,5 @@
-"""Printed results of the study of removed heads: a table of costs, and a sentence on what their
-intervals support.
+"""Printed results of the study of removed heads:
+a table of costs, and a sentence on what their intervals support.
 """
 
 import xarray as xr
@@ -20,8 +20,8 @@ __all__ = ["sentence", "table"]
 
 
 def table(tree: xr.DataTree) -> str:
-    """Return accuracy, the cost of types and of random heads, and the difference with its interval,
-    by condition.
+    """Return accuracy, the cost of types and of random heads,
+    and the difference with its interval, by condition.
     """
     right = tree["types"].right.load()
     heads = tree["heads"].dataset.load()

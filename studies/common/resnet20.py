@@ -12,8 +12,8 @@ __all__ = ["ResNet20", "Tail", "Trunk", "load_weights"]
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut without parameters ("option A"): strided pixels,
-    channels of zeros.
+    """Two 3 x 3 convolutions and a shortcut without parameters ("option A"):
+    strided pixels, channels of zeros.
     """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -84,8 +84,8 @@ class Trunk(nn.Module):
 
 
 class Tail(nn.Module):
-    """The last blocks of a ResNet-20 and its classifier: feature maps of :class:`Trunk` -> scores
-    (B, classes).
+    """The last blocks of a ResNet-20 and its classifier:
+    feature maps of :class:`Trunk` -> scores (B, classes).
 
     Args:
         model: Network that the modules are taken from.

@@ -43,8 +43,8 @@ def in_words(method: str) -> str:
 
 
 def draw_faithfulness(tree: xr.DataTree) -> Figure:
-    """Draw a column for each model, a row for each measure: means over images by epoch with 95 %
-    intervals.
+    """Draw a column for each model, a row for each measure:
+    means over images by epoch with 95 % intervals.
     """
     runs = list(tree.children.items())
     measures = [name for name in MEASURES if name in runs[0][1]]
@@ -85,8 +85,8 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
 
 
 def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
-    """Draw a method's measure by epoch; ``place`` is its distance from the middle method, in
-    bars.
+    """Draw a method's measure by epoch; ``place`` is its distance
+    from the middle method, in bars.
     """
     epochs = values.epoch.values
     mean = values.mean("image").values
@@ -114,8 +114,8 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
 
 
 def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
-    """Draw images beside the saliency maps of the trained models, such as class attention and
-    Grad-CAM (Fig. 1).
+    """Draw images beside the saliency maps of the trained models,
+    such as class attention and Grad-CAM (Fig. 1).
     """
     columns = list(_columns(tree))
     figure = Figure(figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained")
@@ -149,8 +149,8 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
 
 
 def draw_by_class(recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int) -> Figure:
-    """Draw images, and the attention of the class tokens of their three most probable classes (Fig.
-    2).
+    """Draw images, and the attention of the class tokens
+    of their three most probable classes (Fig. 2).
     """
     nodes = [node.dataset for node in recording.subtree if "attention_by_class" in node.dataset]
     last = nodes[0].isel(epoch=-1, layer=0).load()

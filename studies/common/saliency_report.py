@@ -11,8 +11,8 @@ SINGLE = "PatchConvNet"
 
 
 def report(tree: xr.DataTree, tolerance: float) -> str:
-    """Return accuracy and every measure at the end, by model and method, with 95 % intervals over
-    images.
+    """Return accuracy and every measure at the end,
+    by model and method, with 95 % intervals over images.
     """
     columns = {
         "pointing_game": f"pointing ({tolerance:g} px)",
@@ -63,8 +63,8 @@ def several_heads(number: int) -> str:
 
 
 def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list[str]:
-    """Return sentences that compare the class attention of one head with that of several, image by
-    image.
+    """Return sentences that compare the class attention
+    of one head with that of several, image by image.
 
     Insertion depends on the model, so that each model's gain over a map of chance is compared.
     """
@@ -95,8 +95,8 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
-    """Return a sentence that compares the hits of class attention with those of Grad-CAM, image by
-    image.
+    """Return a sentence that compares the hits
+    of class attention with those of Grad-CAM, image by image.
     """
     attention_hits, gradcam_hits = (
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")

@@ -1,5 +1,5 @@
-"""Saliency maps of every method for the probed images of a study, and scores of their
-faithfulness.
+"""Saliency maps of every method for the probed images of a study,
+and scores of their faithfulness.
 """
 
 import argparse
@@ -35,8 +35,8 @@ MASK_MEASURES = ("pointing_game", "energy_inside")
 
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
-    """Return the methods that work for this model: class attention, for instance, needs a class
-    token.
+    """Return the methods that work for this model:
+    class attention, for instance, needs a class token.
     """
     usable, side = [], image.shape[-1] // 2
     # The options are as coarse as can be, since only a refusal matters.
@@ -104,8 +104,8 @@ def score(
 
 
 def on_object(attention: xr.DataArray, masks: Tensor) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the share of attention that falls on the object, (image, layer, head), and that of
-    uniform attention.
+    """Return the share of attention that falls on the object,
+    (image, layer, head), and that of uniform attention.
 
     Shares are of the attention to patches; that of a patch is spread evenly over its pixels.
 
@@ -144,8 +144,8 @@ def _method_options(
 def _with_chance(
     scores: xr.Dataset, model: nn.Module, probed: Probed, args: argparse.Namespace
 ) -> xr.Dataset:
-    """Return the scores with those of a map that is the same everywhere, which has every measure at
-    chance.
+    """Return the scores with those of a map that is the same everywhere,
+    which has every measure at chance.
     """
     images, labels, masks = probed.images, probed.labels, probed.masks
     # tcnn_probe.faithfulness does not score constant maps, because a method that gives one has

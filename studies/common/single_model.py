@@ -1,5 +1,5 @@
-"""Studies of one architecture: a small model that is trained on the digits, or a timm model with
-its weights.
+"""Studies of one architecture: a small model that is trained on the digits,
+or a timm model with its weights.
 """
 
 import argparse
@@ -42,8 +42,8 @@ def parse_single(
     size: int = 64,
     images: bool = True,
 ) -> argparse.Namespace:
-    """Parse the command line of a study: options for the model, its images, the training and the
-    output.
+    """Parse the command line of a study: options for the model,
+    its images, the training and the output.
 
     Args:
         parser: Parser with the study's own options.
@@ -163,8 +163,8 @@ class SingleModel:
         return probed_images(self.loaders[1].dataset, count)
 
     def learned(self, name: str, accuracy: float) -> bool:
-        """Return whether a model beats chance on the digits, or was not trained here; print a line
-        if it does not.
+        """Return whether a model beats chance on the digits,
+        or was not trained here; print a line if it does not.
         """
         if self.loaders is None:
             return True
@@ -179,8 +179,8 @@ def begin_single(
     *,
     before: Callable[[nn.Module], Any] = lambda model: None,
 ) -> SingleModel:
-    """Load the model and its images and open the output folder, or refuse before anything is
-    trained or written.
+    """Load the model and its images and open the output folder,
+    or refuse before anything is trained or written.
 
     Args:
         study: Name of the study.

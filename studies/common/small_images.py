@@ -1,5 +1,5 @@
-"""Small photographs, such as CIFAR-10's, decoded once; their crops and flips for training are
-numbered views.
+"""Small photographs, such as CIFAR-10's, decoded once;
+their crops and flips for training are numbered views.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet, with which the published weights were trained."""
 
 _BORDER = 4
-"""Width of the border of zeros around an image from which crops are taken (He et al. 2016, Sec.
-4.2).
+"""Width of the border of zeros around an image from
+which crops are taken (He et al. 2016, Sec. 4.2).
 """
 
 
@@ -54,8 +54,8 @@ class SmallImages:
 
 
 def decoded(folder: str, cache: Path, limit: int | None = None) -> tuple[SmallImages, SmallImages]:
-    """Return training and test images of a folder with train/ and val/, decoded once and kept in
-    ``cache``.
+    """Return training and test images of a folder with train/ and val/,
+    decoded once and kept in ``cache``.
 
     Args:
         folder: Folder of images.
@@ -77,8 +77,8 @@ def decoded(folder: str, cache: Path, limit: int | None = None) -> tuple[SmallIm
 
 
 def split(images: SmallImages, held_out: int, seed: int = 0) -> tuple[SmallImages, SmallImages]:
-    """Split off held-out images, for choices that must not depend on test images; return the rest
-    and these.
+    """Split off held-out images, for choices that must not depend on test images;
+    return the rest and these.
     """
     # Files are sorted by class.
     order = np.random.default_rng(seed).permutation(len(images))
@@ -88,8 +88,8 @@ def split(images: SmallImages, held_out: int, seed: int = 0) -> tuple[SmallImage
 def views(
     images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0
 ) -> NDArray[np.uint8]:
-    """Return random crops of images with a border of 4 zeros, at the size of the images, half of
-    them flipped.
+    """Return random crops of images with a border of 4 zeros,
+    at the size of the images, half of them flipped.
 
     View v of image i is always the same, so that its features can be cached.
 
@@ -117,8 +117,8 @@ def views(
 
 
 def normalized(pixels: NDArray[np.uint8]) -> Tensor:
-    """Convert uint8 pixels (B, H, W, 3) to the network's input, (B, 3, H, W) in float32, channels
-    last in memory.
+    """Convert uint8 pixels (B, H, W, 3) to the network's input,
+    (B, 3, H, W) in float32, channels last in memory.
     """
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))

@@ -1,5 +1,5 @@
-"""Trainings on small photographs: the CNN's fine-tuning, and a schedule and image order that all
-arms share.
+"""Trainings on small photographs: the CNN's fine-tuning,
+and a schedule and image order that all arms share.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ WARMUP = 0.05
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the learning rate of a step as a share of the peak: a linear warm-up, then a cosine to
-    zero.
+    """Return the learning rate of a step as a share of the peak:
+    a linear warm-up, then a cosine to zero.
     """
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
@@ -38,8 +38,8 @@ def rate_factor(step: int, steps: int) -> float:
 def order_of_images(
     count: int, steps: int, batch_size: int, seed: int
 ) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yield rows and views of the images of each step: a permutation per epoch, and view e in epoch
-    e.
+    """Yield rows and views of the images of each step:
+    a permutation per epoch, and view e in epoch e.
 
     Args:
         count: Number of images.
@@ -72,8 +72,8 @@ def fine_tune_cnn(
     amp: bool,
     report: Callable[[int, float], None],
 ) -> None:
-    """Fine-tune the CNN in place with AdamW; ``report`` takes each epoch's number and accuracy on
-    held-out images.
+    """Fine-tune the CNN in place with AdamW;
+    ``report`` takes each epoch's number and accuracy on held-out images.
     """
     # Convolutions on the CPU are faster in this layout.
     model.to(memory_format=torch.channels_last)

@@ -26,8 +26,8 @@ def begin(
     later: tuple[str, ...] = (),
     before: Callable[[nn.Module], Any] = lambda cnn: None,
 ) -> "Study":
-    """Load the CNN and the data and open the output folder, or refuse before anything is trained or
-    written.
+    """Load the CNN and the data and open the output folder,
+    or refuse before anything is trained or written.
 
     Args:
         name: Name of the study.
@@ -107,8 +107,8 @@ class Study:
         return chance(self.validation)
 
     def with_cnn(self, args: argparse.Namespace) -> "Study":
-        """Return the study with the CNN and the data of another command line; raise as
-        :func:`begin` does.
+        """Return the study with the CNN and the data of another command line;
+        raise as :func:`begin` does.
         """
         with refused(ValueError, RuntimeError, OSError):
             cnn, loaders = _convertible_cnn_and_data(args)
@@ -147,8 +147,8 @@ class Study:
         seed: int | None = None,
         **changes: Any,
     ) -> Iterator[EpochResult]:
-        """Fine-tune a model in place with the recipe of the command line; see
-        :func:`tcnn_model.finetune`.
+        """Fine-tune a model in place with the recipe of the command line;
+        see :func:`tcnn_model.finetune`.
 
         Args:
             model: CNN, or a model that was converted from it.
@@ -194,8 +194,8 @@ class Study:
 
 
 def _convertible_cnn_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
-    """Return the CNN of the seed and its data; raise now, not after hours, if the CNN cannot be
-    made a T-CNN.
+    """Return the CNN of the seed and its data; raise now,
+    not after hours, if the CNN cannot be made a T-CNN.
     """
     torch.manual_seed(args.seed)
     cnn, loaders = model_and_data(args)

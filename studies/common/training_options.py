@@ -1,5 +1,5 @@
-"""Command line of the studies that train a CNN and its T-CNN: options of the recipe, and their
-defaults.
+"""Command line of the studies that train a CNN and its T-CNN:
+options of the recipe, and their defaults.
 """
 
 import argparse
@@ -92,8 +92,8 @@ def add_training(parser: argparse.ArgumentParser, *, small: str, models_help: st
 
 
 def add_augment(add: Callable[..., Any]) -> None:
-    """Add the option for the augmentation of photographs; its default is set in
-    :func:`settle_augment`.
+    """Add the option for the augmentation of photographs;
+    its default is set in :func:`settle_augment`.
     """
     add(
         "--augment",
@@ -104,8 +104,8 @@ def add_augment(add: Callable[..., Any]) -> None:
 
 
 def settle_augment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse ``--augment`` for the digits, which are not augmented, and set its default for
-    photographs.
+    """Refuse ``--augment`` for the digits, which are not augmented,
+    and set its default for photographs.
     """
     if args.data == "digits" and args.augment:
         parser.error("--augment goes with --data: the digits are drawn, not augmented")

@@ -1,5 +1,5 @@
-"""The convolution that a module computes: its filters, bias, stride and padding, taken from its
-call of ``conv2d``.
+"""The convolution that a module computes: its filters,
+bias, stride and padding, taken from its call of ``conv2d``.
 
 Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with their own forward
 method. Rather than repeating their formulas, we run this method and take the arguments that it
@@ -24,8 +24,8 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Convolution:
-    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as a module computes it in
-    eval mode.
+    """``conv2d(x, weight, bias, stride, padding, dilation, groups)``,
+    as a module computes it in eval mode.
 
     Args:
         weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's parameter if it is
@@ -149,8 +149,8 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
 
 
 def _images(module: nn.Conv2d) -> list[Tensor]:
-    """Create small random images, whose sizes have each residue of the stride; at least two
-    images.
+    """Create small random images, whose sizes have each residue of the stride;
+    at least two images.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     dilation, kernel_size, stride = (
@@ -246,8 +246,8 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
 def _with_parameters_of(
     module: nn.Conv2d, trial: nn.Module, convolution: Convolution
 ) -> Convolution:
-    """Replace the parameters of a copy by those of the original in a description, if they are
-    applied unchanged.
+    """Replace the parameters of a copy by those of the original in a description,
+    if they are applied unchanged.
     """
     originals = {
         # Parameters are compared by identity, because different parameters can have equal values
@@ -276,8 +276,8 @@ def _with_parameters_of(
 
 
 def _computed_trains(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
-    """Return whether filters computed from the dropped parameters, a single parameter in GPSA,
-    should be trainable.
+    """Return whether filters computed from the dropped parameters,
+    a single parameter in GPSA, should be trainable.
 
     A frozen gain is allowed. But if the weight is frozen while another parameter that is applied to
     it is trainable, a single parameter cannot be both.

@@ -30,8 +30,8 @@ def convolve(
     size: int | None = None,
     grid: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """Return a copy of a model in which the heads that have a kernel are depthwise convolutions of
-    their values.
+    """Return a copy of a model in which the heads
+    that have a kernel are depthwise convolutions of their values.
 
     This is :func:`reparameterize` in reverse, for heads whose attention depends mostly on the
     offset from query to key (large ``offset_information`` in a recording). In place of softmax(q
@@ -147,8 +147,8 @@ class _LayerKernels(NamedTuple):
     prefix_masses: Array
 
     def cut(self, mass: float, size: int | None) -> tuple[Array, Array | None]:
-        """Return the k x k kernels of this size, or of the least size that keeps a share of each
-        head's attention.
+        """Return the k x k kernels of this size,
+        or of the least size that keeps a share of each head's attention.
         """
         middle = self.kernel.shape[1] // 2, self.kernel.shape[2] // 2
         radius = size // 2 if size is not None else 0

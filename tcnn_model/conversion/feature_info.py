@@ -1,5 +1,5 @@
-"""Update of timm's ``feature_info``, the reduction of resolution at each stage, for a converted
-model.
+"""Update of timm's ``feature_info``, the reduction
+of resolution at each stage, for a converted model.
 """
 
 import copy
@@ -14,8 +14,8 @@ __all__ = ["updated_feature_info"]
 
 
 def updated_feature_info(model: nn.Module, before: Iterable[Call], after: Iterable[Call]) -> Any:
-    """Return the ``feature_info`` of a converted model, in which stages on a doubled grid reduce
-    half as much.
+    """Return the ``feature_info`` of a converted model,
+    in which stages on a doubled grid reduce half as much.
 
     Args:
         model: The model before its conversion. Neither the model nor its class is changed.

@@ -1,5 +1,5 @@
-"""Conversion of a CNN into a Transformed CNN: choice of the convolutions, their stride, and their
-replacement.
+"""Conversion of a CNN into a Transformed CNN:
+choice of the convolutions, their stride, and their replacement.
 
 The conversion is planned and tried on a copy without storage first, so that an error leaves the
 model unchanged.
@@ -45,8 +45,8 @@ def reparameterize(
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Replace convolutions of a CNN by :class:`~tcnn_model.GPSA` layers loaded with their filters
-    (T-CNN, Sec. 2).
+    """Replace convolutions of a CNN by :class:`~tcnn_model.GPSA` layers loaded
+    with their filters (T-CNN, Sec. 2).
 
     The defaults are the paper's: the k x k convolutions of the last stage, that stage at stride 1,
     alpha = lambda = 1. The result then *starts near* the CNN's function, but does not equal it.
@@ -123,8 +123,8 @@ def unstride(
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Remove the stride of a CNN's last stage, as :func:`reparameterize` does, but keep its
-    convolutions.
+    """Remove the stride of a CNN's last stage,
+    as :func:`reparameterize` does, but keep its convolutions.
 
     This is a control that the T-CNN paper lacks: its T-CNNs differ from the CNN both by attention
     and by a last stage on twice the grid ("Without SA" in its Table 1 is the CNN at its own
@@ -305,8 +305,8 @@ def _last_stage(calls: list[Call]) -> list[str]:
 
 
 def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
-    """Return the operations to set to stride 1, which make the same step in resolution as a chosen
-    layer's block.
+    """Return the operations to set to stride 1,
+    which make the same step in resolution as a chosen layer's block.
 
     The block of an operation is the smallest module around it that contains a k x k convolution: a
     module with only pools and 1 x 1 convolutions belongs to the block of the module around it.
@@ -342,8 +342,8 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
 
 
 def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> GPSA:
-    """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is
-    removed.
+    """Return the GPSA layer for a convolution,
+    at stride 1 if it makes a step in resolution that is removed.
     """
     try:
         if carries_hooks(conv):
@@ -371,8 +371,8 @@ def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> G
 
 
 def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
-    """Replace modules of a model by name; a module that is shared under several names stays
-    shared.
+    """Replace modules of a model by name; a module
+    that is shared under several names stays shared.
     """
     if "" in replacements:
         return replacements[""]
@@ -387,8 +387,8 @@ def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module
 
 
 def _check_grids(model: nn.Module, size: InputSize, steps: dict[str, Call]) -> list[Call]:
-    """Run the rehearsal again, and raise unless the network runs and each changed step keeps the
-    grid of its input.
+    """Run the rehearsal again, and raise unless the network runs
+    and each changed step keeps the grid of its input.
     """
     try:
         calls = trace(model, size)

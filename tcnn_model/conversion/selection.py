@@ -58,8 +58,8 @@ def select_layers(candidates: Mapping[str, M], layers: LayerFilter, *, noun: str
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that equal the pattern, belong to a module of that name, or match the
-    pattern as a glob.
+    """Return the names that equal the pattern,
+    belong to a module of that name, or match the pattern as a glob.
     """
     return [
         n

@@ -1,5 +1,5 @@
-"""The resolution at which each module of a network works, measured by running the network once with
-hooks.
+"""The resolution at which each module of a network works,
+measured by running the network once with hooks.
 """
 
 import copy
@@ -88,8 +88,8 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode without storage or hooks, which runs without memory for values or
-    calls of hooks.
+    """Return a copy in eval mode without storage or hooks,
+    which runs without memory for values or calls of hooks.
     """
     duplicate = copy_in_its_modes(model).to("meta").eval()
     # Hooks of the user may record or print, which a trial run must not cause.
@@ -100,8 +100,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return tensors that are plain attributes of a module, not parameters or buffers, by their
-    dotted names.
+    """Return tensors that are plain attributes of a module,
+    not parameters or buffers, by their dotted names.
     """
     tensors = {}
     for name, module in model.named_modules():
@@ -184,8 +184,8 @@ class Shapes(TorchFunctionMode):
 
 
 class _Operations(Shapes):
-    """Mode that collects modules that call conv2d, and attention layers: modules with a softmax
-    over the last axis.
+    """Mode that collects modules that call conv2d,
+    and attention layers: modules with a softmax over the last axis.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ _TRIAL_PIXELS = 24
 
 
 def is_strided(call: Call) -> bool:
-    """Return whether a call is a single operation, not a block of them, and reduces resolution by
-    its own stride.
+    """Return whether a call is a single operation,
+    not a block of them, and reduces resolution by its own stride.
     """
     children = nn.ModuleList(call.module.children())
     has_layers = any(True for _ in children.parameters())
@@ -30,8 +30,8 @@ def is_strided(call: Call) -> bool:
 
 
 def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
-    """Create an operation of stride 1 that keeps the grid, and whose output at every s-th pixel is
-    the strided output.
+    """Create an operation of stride 1 that keeps the grid,
+    and whose output at every s-th pixel is the strided output.
 
     If its output would be smaller than the grid (2 x 2 convolutions and pools, or 3 x 3 without
     padding), its input is extended equally on both sides, with an odd pixel to the right and at the
@@ -65,8 +65,8 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
 
 
 def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
-    """Split rows and columns of padding into (left, right, top, bottom), with odd pixels right and
-    at the bottom.
+    """Split rows and columns of padding into (left, right, top, bottom),
+    with odd pixels right and at the bottom.
     """
     left = cols // 2
     top = rows // 2
@@ -74,8 +74,8 @@ def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
 
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
-    """Set the padding of a convolution of stride 1 so that it keeps the grid; a wrapper would
-    rename its parameters.
+    """Set the padding of a convolution of stride 1 so that it keeps the grid;
+    a wrapper would rename its parameters.
     """
     axes = zip(conv.dilation, conv.kernel_size, strict=True)
     rows, cols = (d * (k - 1) for d, k in axes)
@@ -164,8 +164,8 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
-    """Copy an operation from the meta device, where it has no values, to the CPU with random
-    values.
+    """Copy an operation from the meta device,
+    where it has no values, to the CPU with random values.
     """
     duplicate = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
@@ -176,8 +176,8 @@ def _with_random_values(module: nn.Module) -> nn.Module:
 
 
 def _missing_pixels(call: Call) -> tuple[int, int]:
-    """Return the numbers of rows and columns that the output at stride 1 lacks to the grid of the
-    input.
+    """Return the numbers of rows and columns
+    that the output at stride 1 lacks to the grid of the input.
     """
     unit = copy.copy(call.module)
     _set_unit_stride(unit)

@@ -1,3 +1,3 @@
-"""Layers in which some heads are convolutions of their values, made by
-:func:`tcnn_model.convolve`.
+"""Layers in which some heads are convolutions of their values,
+made by :func:`tcnn_model.convolve`.
 """

@@ -20,8 +20,8 @@ Grid = tuple[int, int]
 
 
 class ConvolvedAttention(nn.Module):
-    """Fused attention of fewer heads, beside heads that are convolutions of their values, before
-    one projection.
+    """Fused attention of fewer heads, beside heads
+    that are convolutions of their values, before one projection.
 
     Class and register tokens have no place on the grid. As queries they keep their own attention in
     all heads, for which the layer keeps queries and keys of the convolved heads; without such
@@ -173,14 +173,14 @@ class ConvolvedAttention(nn.Module):
 
     @property
     def _folds_keys(self) -> bool:
-        """Whether logits of class tokens are products of their queries with the tokens themselves,
-        q W_key x.
+        """Whether logits of class tokens are products
+        of their queries with the tokens themselves, q W_key x.
         """
         return type(self.k_norm) is nn.Identity
 
     def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the attending heads, and values of the others, (B, N,
-        heads * d).
+        """Return queries, keys and values of the attending heads,
+        and values of the others, (B, N, heads * d).
         """
         count, convolved = len(self.attending), len(self.convolved)
         sizes = [heads * self.head_dim for heads in (count, count, count, convolved)]
@@ -199,8 +199,8 @@ class ConvolvedAttention(nn.Module):
         return tokens.unflatten(2, (len(self.convolved), self.head_dim))
 
     def _attend_from_prefix(self, x: Tensor, values: Tensor) -> Tensor:
-        """Return the outputs of class and register tokens in the convolved heads, (B, tokens, heads
-        * d).
+        """Return the outputs of class and register tokens
+        in the convolved heads, (B, tokens, heads * d).
         """
         assert self.query is not None
         assert self.key is not None
@@ -225,8 +225,8 @@ class ConvolvedAttention(nn.Module):
 
 
 def _of_heads(attention: "Attention", blocks: Sequence[tuple[int, Sequence[int]]]) -> nn.Linear:
-    """Return the rows of a layer's ``qkv`` for some heads of queries (0), keys (1) or values
-    (2).
+    """Return the rows of a layer's ``qkv`` for some heads of queries (0),
+    keys (1) or values (2).
     """
     qkv = attention.qkv
     dim = attention.head_dim

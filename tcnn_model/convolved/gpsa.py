@@ -18,14 +18,14 @@ _BY_HEAD = ("query", "key", "raw_locality", "center", "gating")
 
 
 class AttendingHeads(GPSA):
-    """The heads of a GPSA layer that still attend, with W_val and W_out of all; never called as a
-    whole.
+    """The heads of a GPSA layer that still attend,
+    with W_val and W_out of all; never called as a whole.
     """
 
 
 class ConvolvedGPSA(nn.Module):
-    """Gated attention of fewer heads, beside heads that are convolutions, whose values and W_out
-    stay as they were.
+    """Gated attention of fewer heads, beside heads that are convolutions,
+    whose values and W_out stay as they were.
 
     Args:
         layer: GPSA layer, which is not changed.

@@ -1,5 +1,5 @@
-"""The convolution that a head becomes: a positive kernel over offsets, normalised for each
-query.
+"""The convolution that a head becomes: a positive kernel over offsets,
+normalised for each query.
 """
 
 import torch
@@ -117,8 +117,8 @@ class HeadConvolution(nn.Module):
         return f"heads={heads}, {rows} x {columns}, tokens off the grid={tokens}"
 
     def _relative(self) -> tuple[Tensor, Tensor | None]:
-        """Return theta and that of tokens off the grid, minus the largest of each head, so that exp
-        cannot overflow.
+        """Return theta and that of tokens off the grid,
+        minus the largest of each head, so that exp cannot overflow.
         """
         largest = self.theta.detach().flatten(1).amax(1)
         if self.prefix_theta is None:
@@ -128,8 +128,8 @@ class HeadConvolution(nn.Module):
 
 
 def _margins(axis: Axis, size: int) -> tuple[int, int]:
-    """Return how many zeros to put before and after the keys of an axis; negative numbers remove
-    keys.
+    """Return how many zeros to put before and after the keys of an axis;
+    negative numbers remove keys.
 
     A kernel of this odd size, moved by the stride over the result, is centred at each query in
     turn.
@@ -140,8 +140,8 @@ def _margins(axis: Axis, size: int) -> tuple[int, int]:
 
 
 def _places_in_kernel(axis: Axis, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places of offsets in a kernel of this size, and whether they lie in it: (queries,
-    keys) each.
+    """Return the places of offsets in a kernel of this size,
+    and whether they lie in it: (queries, keys) each.
     """
     offsets = axis.key_positions(like) - axis.query_positions(like)[:, None]
     places = offsets.long() + size // 2

@@ -101,8 +101,8 @@ class GatedAttention:
             return float(int(self.query.shape[-1]) ** -0.5)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return positional attention along y, (heads, y.queries, y.keys), and along x, (heads,
-        x.queries, x.keys).
+        """Return positional attention along y, (heads, y.queries, y.keys),
+        and along x, (heads, x.queries, x.keys).
         """
         return positional_factors(self.position, self.y, self.x)
 
@@ -143,8 +143,8 @@ class GatedAttention:
             return torch.lerp(content, positional.expand_as(content), gate)
 
     def content(self, queries: Tensor | slice | None = None) -> Tensor:
-        """Return the content attention of some or all queries, (B, heads, n, H * W), in float32 at
-        least.
+        """Return the content attention of some or all queries,
+        (B, heads, n, H * W), in float32 at least.
         """
         # The default is None because torch 2.8 cannot compile a slice as a default argument.
         query = self.query if queries is None else self.query[:, :, queries]
@@ -154,8 +154,8 @@ class GatedAttention:
             return torch.softmax(scaled @ widen(self.key).transpose(2, 3), dim=-1)
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:
-        """Return the positional attention of selected queries, (n,), over the real pixels: (heads,
-        n, H * W).
+        """Return the positional attention of selected queries,
+        (n,), over the real pixels: (heads, n, H * W).
         """
         rows, cols = self.factors_on_pixels(widest_dtype(self.position.device))
         # Query i is in row i // x.queries and column i % x.queries.
@@ -164,14 +164,14 @@ class GatedAttention:
         return (along_y * along_x).flatten(2)
 
     def positional(self) -> Tensor:
-        """Return the dense positional attention over the extended grid, shape (heads, N_query,
-        N_key).
+        """Return the dense positional attention over the extended grid,
+        shape (heads, N_query, N_key).
         """
         return product(*self.factors())
 
     def dense(self) -> Tensor:
-        """Return the whole attention A over the extended grid, shape (B, heads, N_query, N_key);
-        rows sum to one.
+        """Return the whole attention A over the extended grid,
+        shape (B, heads, N_query, N_key); rows sum to one.
 
         Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. This is
         meant for pictures and tests: the layer itself never forms the matrix.
@@ -185,15 +185,15 @@ class GatedAttention:
 
 
 def product(rows: Tensor, cols: Tensor) -> Tensor:
-    """Multiply the factors (heads, queries_y, H) and (heads, queries_x, W) into (heads, N_query, H
-    * W).
+    """Multiply the factors (heads, queries_y, H)
+    and (heads, queries_x, W) into (heads, N_query, H * W).
     """
     return torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
 
 
 def check_values(attention: GatedAttention, values: Tensor) -> None:
-    """Raise unless values have shape (B, 1 or heads, H * W, C), and the device and dtype of the
-    queries.
+    """Raise unless values have shape (B, 1 or heads, H * W, C),
+    and the device and dtype of the queries.
     """
     if traces_sizes():
         return

@@ -29,8 +29,8 @@ _WEIGHTED_ELEMENTS = 2**18
 
 
 def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Iterate over blocks with a bounded number of attention weights, each as (image, heads,
-    queries).
+    """Iterate over blocks with a bounded number of attention weights,
+    each as (image, heads, queries).
     """
     batch, heads, queries, _ = query.shape
     elements = _BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS
@@ -63,8 +63,8 @@ def mix_and_apply(
     gate: Tensor,
     taps: Tensor | None = None,
 ) -> Tensor:
-    """Apply ``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7); with taps also Eq.
-    (5) without bias.
+    """Apply ``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``,
+    Eq. (7); with taps also Eq. (5) without bias.
 
     Args:
         query: Queries, scaled by 1 / sqrt(d) already, shape (B, heads, N_query, d).
@@ -127,8 +127,8 @@ def _(
 
 @register_flop_formula(torch.ops.tcnn_model.mix_and_apply)
 def _flops(query, key, values, *rest, out_shape, **options) -> int:  # type: ignore[no-untyped-def]
-    """Return twice the multiply-adds of the products with keys and with values; arguments are
-    shapes, not tensors.
+    """Return twice the multiply-adds of the products with keys and with values;
+    arguments are shapes, not tensors.
     """
     batch, heads, queries, dim = query
     channels = out_shape[-1]
@@ -147,8 +147,8 @@ def _backward(
     gate: Tensor,
     taps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments of :func:`mix_and_apply`, an empty tensor for taps that
-    are None.
+    """Return the gradients of the arguments of :func:`mix_and_apply`,
+    an empty tensor for taps that are None.
     """
     wide_query = widen(query)
     wide_key = widen(key)
@@ -276,8 +276,8 @@ def _add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
 
 
 def _head_groups(attention: Tensor, taps: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors (heads, ...) into groups of heads whose weighted values stay in a core's
-    cache.
+    """Split tensors (heads, ...) into groups
+    of heads whose weighted values stay in a core's cache.
     """
     elements_per_head = attention.shape[2] * taps[0].numel()
     heads_per_group = max(1, _WEIGHTED_ELEMENTS // elements_per_head)
@@ -286,8 +286,8 @@ def _head_groups(attention: Tensor, taps: Tensor, *tensors: Tensor) -> Iterator[
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:
-    """Multiply values (N_key, C) by W_out of each head, (heads, C, C_out / C), into (heads * N_key,
-    C_out).
+    """Multiply values (N_key, C) by W_out of each head,
+    (heads, C, C_out / C), into (heads * N_key, C_out).
     """
     # (heads, N_key, C, C_out / C).
     by_head = values[:, :, None] * taps[:, None]

@@ -1,5 +1,5 @@
-"""timm's own ConViT models through :func:`~tcnn_model.gpsa`: same weights, same output, linear
-memory.
+"""timm's own ConViT models through :func:`~tcnn_model.gpsa`:
+same weights, same output, linear memory.
 
 The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where
 (w_0, w_1, w_2) is the head's row of ``pos_proj`` (ConViT, Eqs. 5-7). For any weights this is v_pos
@@ -62,8 +62,8 @@ def accelerate(model: nn.Module) -> "Acceleration":
 
 
 class Acceleration:
-    """Handle returned by :func:`accelerate`; ``remove()``, or the end of a ``with`` statement,
-    restores the model.
+    """Handle returned by :func:`accelerate`; ``remove()``,
+    or the end of a ``with`` statement, restores the model.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:

@@ -139,8 +139,8 @@ def gpsa_reference(
     groups: int = 1,
     **attention: Tensor,
 ) -> Tensor:
-    """Compute the output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``, heads row-major over the
-    taps of ``weight``.
+    """Compute the output of Eq. (5), ``sum_h A^h X W_val W_out^h + bias``,
+    heads row-major over the taps of ``weight``.
 
     Args:
         x: Input, shape (B, C_in, H, W).

@@ -1,5 +1,5 @@
-"""Gated positional self-attention applied to values (T-CNN paper, Eqs. 5 and 7): one core for every
-kind of layer.
+"""Gated positional self-attention applied to values (T-CNN paper, Eqs. 5 and 7):
+one core for every kind of layer.
 """
 
 from dataclasses import replace
@@ -138,8 +138,8 @@ def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "aut
 
 
 def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> Tensor:
-    """Apply an attention and W_out of a depthwise layer, Eq. (5) without bias, without forming
-    outputs of heads.
+    """Apply an attention and W_out of a depthwise layer,
+    Eq. (5) without bias, without forming outputs of heads.
 
     Args:
         attention: Attention of all heads.
@@ -179,8 +179,8 @@ def attend_and_measure(
 def _prepare(
     attention: GatedAttention, values: Tensor, backend: Backend
 ) -> tuple[GatedAttention, Tensor, Backend]:
-    """Return the arguments, cast as under autocast, and the backend to use; raise if the backend is
-    not applicable.
+    """Return the arguments, cast as under autocast,
+    and the backend to use; raise if the backend is not applicable.
     """
     # Position and gate are not cast: positional logits of far pixels need the range, and gates near
     # 1 the precision.
@@ -220,8 +220,8 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
-    """Return the reason why torch's fused attention is not applicable, or None if it is
-    applicable.
+    """Return the reason why torch's fused attention is not applicable,
+    or None if it is applicable.
     """
     query = attention.query
     expected = (query.shape[1], query.shape[3])
@@ -276,8 +276,8 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
 
 
 def _fits_kernels(values: Tensor) -> bool:
-    """Return whether the kernels are tried: they are compared in eager mode, and not tuned for
-    float64.
+    """Return whether the kernels are tried:
+    they are compared in eager mode, and not tuned for float64.
     """
     return (
         kernels.available(values.device)
@@ -288,8 +288,8 @@ def _fits_kernels(values: Tensor) -> bool:
 
 
 def _try_kernels(attention: GatedAttention, values: Tensor, other: Backend) -> Tensor:
-    """Apply an attention with the kernels if they agree with another backend at the first call with
-    this shape.
+    """Apply an attention with the kernels if they agree
+    with another backend at the first call with this shape.
     """
     shapes = (attention.query.shape, attention.key.shape, values.shape)
     return trial.tried(

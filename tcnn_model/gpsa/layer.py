@@ -189,8 +189,8 @@ class GPSA(nn.Module):
         qk_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> Self:
-        """Create the layer that replaces ``conv``, with copies of its weight and bias (Eq. 6),
-        device, dtype and mode.
+        """Create the layer that replaces ``conv``,
+        with copies of its weight and bias (Eq. 6), device, dtype and mode.
 
         ``weight`` and ``bias`` require gradients if those of the convolution do; the parameters
         that attention adds are trainable. From a weight-standardised convolution the layer takes
@@ -236,8 +236,8 @@ class GPSA(nn.Module):
 
     @property
     def locality_strength(self) -> Tensor:
-        """Locality strength alpha = softplus(raw_locality), in 1 / pixel^2, shape (heads,), float32
-        at least.
+        """Locality strength alpha = softplus(raw_locality),
+        in 1 / pixel^2, shape (heads,), float32 at least.
         """
         return F.softplus(widen(self.raw_locality), beta=_SOFTPLUS_BETA)
 
@@ -248,8 +248,8 @@ class GPSA(nn.Module):
 
     @property
     def position(self) -> Tensor:
-        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where
-        supported.
+        """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2),
+        shape (heads, 3), float64 where supported.
         """
         if torch.onnx.is_in_onnx_export():  # ONNX Runtime has no softplus in float64
             alpha = widest(self.locality_strength)
@@ -274,8 +274,8 @@ class GPSA(nn.Module):
         return y, x
 
     def gated_attention(self, x: Tensor) -> GatedAttention:
-        """Describe the attention for an input (B, C_in, H, W): queries, keys, positions and
-        gates.
+        """Describe the attention for an input (B, C_in, H, W):
+        queries, keys, positions and gates.
         """
         query, key = self._queries_and_keys(x)
         return self.attention_between(query, key, (x.shape[2], x.shape[3]))
@@ -321,8 +321,8 @@ class GPSA(nn.Module):
         return output.contiguous(memory_format=_memory_format(x))
 
     def _as_leaf(self, x: fx.Proxy) -> Any:
-        """Return the layer's output in a symbolic trace, whose graph calls the layer as a whole,
-        like a convolution.
+        """Return the layer's output in a symbolic trace,
+        whose graph calls the layer as a whole, like a convolution.
         """
         # A proxy has no sizes, on which attention depends.
         tracer: Any = x.tracer
@@ -339,8 +339,8 @@ class GPSA(nn.Module):
         return _project(x, self.value).flatten(2).transpose(1, 2)[:, None]
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
-        """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out,
-        W_out).
+        """Apply W_out of all heads and the bias:
+        (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out).
         """
         grid = (attention.y.queries, attention.x.queries)
         gathered = self.head_outputs(gathered)
@@ -423,8 +423,8 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
-    """Return the pixels of (B, C, H, W) at the queries, which are stride apart; queries on the
-    padding are zero.
+    """Return the pixels of (B, C, H, W) at the queries,
+    which are stride apart; queries on the padding are zero.
     """
     for dim, axis in ((2, y_axis), (3, x_axis)):
         # The number of pixels after the last that may hold a query; negative if the last pixels

@@ -32,8 +32,8 @@ Padding = Pair | Literal["same"]
 
 
 def traces_sizes() -> bool:
-    """Return whether sizes stand for those of any input, because torch.jit.trace or torch.export is
-    running.
+    """Return whether sizes stand for those of any input,
+    because torch.jit.trace or torch.export is running.
     """
     # A branch on a size would then hold for the example's size only. Under torch.compile it is a
     # guard.
@@ -137,8 +137,8 @@ class Axis:
 def axes(
     size: Pair, kernel_size: Pair, stride: Pair, padding: Padding, dilation: Pair
 ) -> tuple[Axis, Axis]:
-    """Return the vertical and the horizontal axis of a convolution-like layer on a map of ``size``
-    (H, W).
+    """Return the vertical and the horizontal axis
+    of a convolution-like layer on a map of ``size`` (H, W).
     """
     paddings = (padding, padding) if isinstance(padding, str) else padding
     taps = zip(dilation, kernel_size, strict=True)
@@ -148,8 +148,8 @@ def axes(
 
 
 def gaussian_position(locality_strength: Tensor, center: Tensor) -> Tensor:
-    """Return v_pos of a Gaussian around a centre: ``v_pos · r = -alpha ||delta - Delta||^2 +
-    const`` (Eq. 4).
+    """Return v_pos of a Gaussian around a centre:
+    ``v_pos · r = -alpha ||delta - Delta||^2 + const`` (Eq. 4).
 
     Args:
         locality_strength: alpha, shape (heads,).
@@ -214,8 +214,8 @@ def positional_factors(
 
 
 def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
-    """Apply ``rows (x) cols`` to values without forming the product: O(N (H + W)) instead of
-    O(N^2).
+    """Apply ``rows (x) cols`` to values without forming the product:
+    O(N (H + W)) instead of O(N^2).
 
     Args:
         rows: Positional attention along y, shape (heads, queries_y, H).

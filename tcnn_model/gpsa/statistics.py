@@ -1,5 +1,5 @@
-"""Exact statistics of exact attention, one block of queries at a time, optionally in the pass that
-applies it.
+"""Exact statistics of exact attention, one block of queries at a time,
+optionally in the pass that applies it.
 """
 
 from dataclasses import dataclass

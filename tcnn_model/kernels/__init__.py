@@ -1,5 +1,5 @@
-"""Gated attention and statistics of softmax attention on the GPU (Triton), in linear memory
-(README.md).
+"""Gated attention and statistics of softmax attention on the GPU (Triton),
+in linear memory (README.md).
 """
 
 from tcnn_model.kernels.ops import available, gated_attention

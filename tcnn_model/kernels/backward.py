@@ -1,5 +1,5 @@
-"""Backward kernels (Triton): one over blocks of queries, one over blocks of keys for k, one for the
-values.
+"""Backward kernels (Triton): one over blocks of queries,
+one over blocks of keys for k, one for the values.
 """
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
@@ -44,8 +44,8 @@ def _grad_attention(
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, with zeros past
-    the last rows.
+    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT):
+    the gradient dA, with zeros past the last rows.
 
     ``left`` has the rows of gradients and ``right`` those of values. If the two are exchanged, the
     result is dA^T.

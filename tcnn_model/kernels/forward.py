@@ -1,5 +1,5 @@
-"""Forward kernels (Triton): the normaliser of content attention, then the mixed attention times the
-values.
+"""Forward kernels (Triton): the normaliser of content attention,
+then the mixed attention times the values.
 """
 
 # Triton's compile-time constants are upper case, and each is tested in a separate if.

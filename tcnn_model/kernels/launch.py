@@ -29,8 +29,8 @@ Pass = Literal["lse", "mix", "queries", "keys", "values", "statistics"]
 
 
 class Blocks(NamedTuple):
-    """Tile of a program: ``queries`` x ``keys`` attention weights, and ``channels`` of the values
-    at a time.
+    """Tile of a program: ``queries`` x ``keys`` attention weights,
+    and ``channels`` of the values at a time.
     """
 
     queries: int
@@ -130,8 +130,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def numerics(dtype: torch.dtype) -> dict[str, Any]:
-    """Return a kernel's numeric options for ``dtype``; float32 products follow PyTorch's setting of
-    TF32.
+    """Return a kernel's numeric options for ``dtype``;
+    float32 products follow PyTorch's setting of TF32.
     """
     import triton
 
@@ -171,8 +171,8 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of image, head and row in units; that of heads is 0 if they share the
-    tensor.
+    """Return the strides of image, head and row in units;
+    that of heads is 0 if they share the tensor.
     """
     step = unit(tensor.dtype)
     image, head, row = (stride // step for stride in tensor.stride()[:3])

@@ -24,8 +24,8 @@ __all__ = ["available", "gated_attention"]
 
 
 def available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``, by Triton on a GPU or its interpreter
-    (TRITON_INTERPRET=1).
+    """Return whether the kernels run on ``device``,
+    by Triton on a GPU or its interpreter (TRITON_INTERPRET=1).
     """
     if find_spec("triton") is None:
         return False
@@ -229,8 +229,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     ]
 )
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    """Return twice the multiply-adds of the products with keys and with values; arguments are
-    shapes, not tensors.
+    """Return twice the multiply-adds of the products with keys and with values;
+    arguments are shapes, not tensors.
     """
     weights = math.prod(q[:3]) * k[2]
     return int(2 * weights * (q[3] + v[3]))

@@ -60,8 +60,8 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
 
 
 def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """Return the table of positional attention, shape (heads, 12, N_q), rows as named in
-    tiles.py.
+    """Return the table of positional attention,
+    shape (heads, 12, N_q), rows as named in tiles.py.
     """
     curvature, slope_y, slope_x = (position.double() * _LOG2E).unbind(-1)
     shape = (len(position), grid.y.queries, grid.x.queries)
@@ -89,8 +89,8 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
 
 
 def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pixels y and x of the keys of the extended grid, row-major, and a mask of the real
-    ones.
+    """Return the pixels y and x of the keys of the extended grid,
+    row-major, and a mask of the real ones.
     """
     rows, cols = (line.key_positions(like.device).to(like.dtype) for line in grid)
     y = rows.repeat_interleave(len(cols))
@@ -101,8 +101,8 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return positional attention to the keys at (y, x), and t_y, t_x from the reference, (heads,
-    N_q, keys) each.
+    """Return positional attention to the keys at (y, x),
+    and t_y, t_x from the reference, (heads, N_q, keys) each.
     """
     columns = table[:, :6, :, None].unbind(1)
     reference_y, reference_x, slope_y, slope_x, curvature, normaliser = columns
@@ -140,8 +140,8 @@ def _logits(q: Tensor, k: Tensor) -> Tensor:
 def content_normaliser(
     q: Tensor, k: Tensor, *, statistics: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy,
-    (B, heads, N_q).
+    """Return the highest logit and sum of 2^(logit - highest),
+    (2, B, heads, N_q); and the entropy, (B, heads, N_q).
     """
     logits = _logits(q, k)
     highest = logits.amax(-1)
@@ -186,8 +186,8 @@ def mix(
     *,
     statistics: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Return the output (B, heads, N_q, C) and, with ``statistics``, entropy, distance and
-    received.
+    """Return the output (B, heads, N_q, C) and,
+    with ``statistics``, entropy, distance and received.
     """
     a, _, _, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     out = (a @ v.to(a.dtype)).to(v.dtype)
@@ -211,8 +211,8 @@ def backward_queries(
     grid: Grid,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C,
-    (B, heads, N_q).
+    """Return the gradients of q, position (heads, 3) and gate (heads,),
+    and the mean of dA under C, (B, heads, N_q).
     """
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     # O = A v.
@@ -263,8 +263,8 @@ def backward_keys(
 
 
 def _content_scale(q: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor of content logits in the output, (1 - gate) / sqrt(d), shape (heads, 1,
-    1).
+    """Return the factor of content logits in the output,
+    (1 - gate) / sqrt(d), shape (heads, 1, 1).
     """
     content_share = (1 - gate).to(dtype)[:, None, None]
     return content_share * q.shape[-1] ** -0.5

@@ -1,5 +1,5 @@
-"""Statistics of softmax attention in one pass over tiles of its logits (Triton), without an N x N
-tensor.
+"""Statistics of softmax attention in one pass over tiles
+of its logits (Triton), without an N x N tensor.
 
 Sums over columns need the normalised attention, so each program forms its tiles again once it knows
 the sums of its queries. This takes twice the products, but a single kernel. Programs add to the
@@ -61,16 +61,16 @@ def _logits(
 
 @triton.jit
 def _bounded(x):
-    """Return x, but at least :data:`_LOWEST`; NaN stays NaN, which the hardware's maximum would
-    ignore.
+    """Return x, but at least :data:`_LOWEST`;
+    NaN stays NaN, which the hardware's maximum would ignore.
     """
     return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _from_hidden(highest):
-    """Return the number to subtract from logits: the highest, or 0 if all are hidden, because -inf
-    - -inf is NaN.
+    """Return the number to subtract from logits: the highest,
+    or 0 if all are hidden, because -inf - -inf is NaN.
     """
     return tl.where(highest == _HIDDEN, 0.0, highest)
 
@@ -307,8 +307,8 @@ def attention_statistics(
 
 
 def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
-    """Return the width, and spacing and origin for compile-time constants; as arguments they would
-    be float32.
+    """Return the width, and spacing and origin for compile-time constants;
+    as arguments they would be float32.
     """
     if tokens is None:
         return 1, (0.0, 0.0, 0.0, 0.0)
@@ -319,8 +319,8 @@ def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
 def _prepared(
     mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[int, Tensor | None, tuple[Any, ...]]:
-    """Return the kind of a mask, a view of its memory, and its strides, which are 0 in broadcast
-    dimensions.
+    """Return the kind of a mask, a view of its memory,
+    and its strides, which are 0 in broadcast dimensions.
     """
     if mask is None:
         return 0, None, (0, 0, 0, 0)

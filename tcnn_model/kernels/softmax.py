@@ -1,5 +1,5 @@
-"""Statistics of plain softmax attention: their arguments and results, and the tensors on which the
-kernel runs.
+"""Statistics of plain softmax attention:
+their arguments and results, and the tensors on which the kernel runs.
 
 The kernel itself is imported when it first runs, so that importing this file needs neither Triton
 nor a GPU.
@@ -37,8 +37,8 @@ class TokenGrid(NamedTuple):
     def positions(
         self, count: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the row and column of ``count`` tokens; tokens before the grid have those of its
-        first cell.
+        """Return the row and column of ``count`` tokens;
+        tokens before the grid have those of its first cell.
         """
         cell = torch.arange(-self.prefix, count - self.prefix, device=device)
         cell = cell.clamp(min=0)

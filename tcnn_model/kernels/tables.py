@@ -46,8 +46,8 @@ def _line(
     before, keys,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Measure an axis in float64: reference pixel, its slope, log2 normaliser, mean and variance of
-    t, entropy.
+    """Measure an axis in float64: reference pixel, its slope,
+    log2 normaliser, mean and variance of t, entropy.
     """
     # The reference is the key with the highest logit. Logits relative to it have no exponential
     # that overflows.

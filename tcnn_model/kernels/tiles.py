@@ -61,8 +61,8 @@ def product(left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED
 
 @triton.jit
 def place_of_program(index, count, heads, BLOCK: tl.constexpr):
-    """Return image, head, both as one index, and the first of the program's ``BLOCK`` tokens out of
-    ``count``.
+    """Return image, head, both as one index,
+    and the first of the program's ``BLOCK`` tokens out of ``count``.
     """
     blocks = tl.cdiv(count, BLOCK)
     # 64 bits are needed because the offset of a head is this index times a stride.
@@ -90,8 +90,8 @@ def load_tile(base, start, last, stride, columns, count, ROWS: tl.constexpr):
 
 @triton.jit
 def store_tile(base, start, columns, width, tile, valid):
-    """Store a tile in rows of ``width`` elements, from row ``start`` of ``base``, in its valid rows
-    and columns.
+    """Store a tile in rows of ``width`` elements,
+    from row ``start`` of ``base``, in its valid rows and columns.
     """
     rows = base + start * width + tl.arange(0, tile.shape[0]) * width
     places = rows[:, None] + columns[None, :]

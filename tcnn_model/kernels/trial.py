@@ -1,5 +1,5 @@
-"""Opt-in use of the kernels, which have run in Triton's interpreter only: each is compared once for
-every shape.
+"""Opt-in use of the kernels, which have run in Triton's interpreter only:
+each is compared once for every shape.
 
 ``TCNN_PROBE_TRITON=1`` switches them on; ``backend="triton"`` calls the kernel of gated attention
 in any case.
@@ -34,8 +34,8 @@ def enabled() -> bool:
 
 
 def logit_bound(query: Tensor, key: Tensor, scale: float) -> float:
-    """Return a bound on the sums of the absolute terms of logits, scale ||q|| ||k||, of the largest
-    query and key.
+    """Return a bound on the sums of the absolute terms of logits,
+    scale ||q|| ||k||, of the largest query and key.
     """
     dtype = at_least_float32(query.dtype)
     largest = [x.detach().to(dtype).norm(dim=-1).amax() for x in (query, key)]
@@ -52,8 +52,8 @@ def tried(
     logits: Callable[[], float],
     dtype: torch.dtype,
 ) -> T:
-    """Return the result of a kernel, or of its reference if they differed at the first call with
-    this shape.
+    """Return the result of a kernel, or of its reference
+    if they differed at the first call with this shape.
 
     The first call returns the reference's result. A difference, or an error of Triton's compiler,
     gives a warning.
@@ -95,8 +95,8 @@ def _eps(dtype: torch.dtype) -> float:
 def _difference(
     actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], unit: float
 ) -> str:
-    """Return how much tensors differ, "" if by rounding only: _UNITS * unit, relative to the
-    largest value.
+    """Return how much tensors differ, "" if by rounding only:
+    _UNITS * unit, relative to the largest value.
     """
     for number, (ours, exact) in enumerate(zip(actual, expected, strict=True)):
         if ours is None or exact is None:

@@ -1,5 +1,5 @@
-"""Model families of the papers, T-ResNet and PatchConvNet, which importing this folder adds to
-timm's registry.
+"""Model families of the papers, T-ResNet and PatchConvNet,
+which importing this folder adds to timm's registry.
 """
 
 from tcnn_model.models import patchconvnet, t_resnet

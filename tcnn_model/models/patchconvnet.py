@@ -1,5 +1,5 @@
-"""PatchConvNet in timm's registry: a convnet of a single resolution with attention pooling
-(PatchConvNet paper, §3).
+"""PatchConvNet in timm's registry: a convnet of a single resolution
+with attention pooling (PatchConvNet paper, §3).
 
 ``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``,
 ``l60`` and ``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives
@@ -46,8 +46,8 @@ __all__ = [
 
 
 class Block(nn.Module):
-    """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3, GELU, squeeze and excite, 1 x 1,
-    LayerScale.
+    """Residual block: norm, 1 x 1, GELU, depthwise 3 x 3,
+    GELU, squeeze and excite, 1 x 1, LayerScale.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Block(nn.Module):
 
 
 class PatchConvNet(nn.Module):
-    """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig.
-    3).
+    """A trunk of residual blocks at one resolution,
+    pooled by attention (PatchConvNet paper, Fig. 3).
 
     Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j)
     is centred at pixel (16 i, 16 j), like the strided convolutions of the stem, and not in the
@@ -189,8 +189,8 @@ class PatchConvNet(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enable gradient checkpointing: activations inside blocks are computed again in the
-        backward pass.
+        """Enable gradient checkpointing: activations inside blocks are computed again
+        in the backward pass.
         """
         self.grad_checkpointing = enable
 
@@ -242,8 +242,8 @@ class PatchConvNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the outputs of selected blocks, (B, d, H / 16, W / 16), and the features (timm's
-        interface).
+        """Return the outputs of selected blocks,
+        (B, d, H / 16, W / 16), and the features (timm's interface).
 
         Args:
             x: Images, shape (B, C, H, W).
@@ -271,8 +271,8 @@ class PatchConvNet(nn.Module):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Drop the blocks after the last selected block and, if ``prune_head``, pooling and
-        classifier.
+        """Drop the blocks after the last selected block and,
+        if ``prune_head``, pooling and classifier.
         """
         selected, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
@@ -286,8 +286,8 @@ class PatchConvNet(nn.Module):
         return checkpoint_seq(self.blocks, x) if self._checkpoints else self.blocks(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Compute class scores of patches, (B, K), or with ``pre_logits`` pooled features, (B, d)
-        or (B, K, d).
+        """Compute class scores of patches, (B, K),
+        or with ``pre_logits`` pooled features, (B, d) or (B, K, d).
         """
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
@@ -334,8 +334,8 @@ _PUBLISHED = (
 
 
 def checkpoint_filter_fn(state: Mapping[str, Tensor], model: PatchConvNet) -> dict[str, Tensor]:
-    """Rename weights of the original implementation (facebookresearch/deit); weights under our
-    names stay.
+    """Rename weights of the original implementation (facebookresearch/deit);
+    weights under our names stay.
 
     The K classifiers ``head.k`` of the original become the rows of one classifier. If the model has
     a token per class, a single token in the weights is copied for each class (see

@@ -1,5 +1,5 @@
-"""The papers' Transformed CNNs in timm's registry: ``timm.create_model("t_resnetrs50",
-num_classes=10)``.
+"""The papers' Transformed CNNs in timm's registry:
+``timm.create_model("t_resnetrs50", num_classes=10)``.
 
 ``pretrained=True`` loads the CNN's own weights through timm and then converts the CNN. Keyword
 arguments of :func:`~tcnn_model.reparameterize` (``stride``, ``locality_strength``, ``gating``,

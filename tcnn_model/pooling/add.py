@@ -1,5 +1,5 @@
-"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3): replacement of
-its pooling module.
+"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3):
+replacement of its pooling module.
 
 The change is planned and tried on a copy without storage first, so that an error leaves the model
 unchanged.
@@ -42,8 +42,8 @@ def add_attention_pool(
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Replace the pooling of a convnet by :class:`~tcnn_model.AttentionPool2d`, and keep all other
-    weights.
+    """Replace the pooling of a convnet by :class:`~tcnn_model.AttentionPool2d`,
+    and keep all other weights.
 
     The model is a timm model, or any other in which a module without parameters pools the last
     feature map. The pool is new and has to be trained. With ``per_class`` there is a token and a
@@ -114,8 +114,8 @@ def add_attention_pool(
 
 
 def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """Turn a trained single token into one token for each class, to be fine-tuned (PatchConvNet
-    paper, §3.1).
+    """Turn a trained single token into one token for each class,
+    to be fine-tuned (PatchConvNet paper, §3.1).
 
     Each class gets a copy of the token, which the classifier's row of this class scores; all other
     weights stay. The maps of all classes are the same until they are trained. The output changes at
@@ -155,8 +155,8 @@ def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 class _Place(NamedTuple):
-    """Name of the module that pools, channels of its input, and whether its output is (B, d), not
-    (B, d, 1, 1).
+    """Name of the module that pools, channels of its input,
+    and whether its output is (B, d), not (B, d, 1, 1).
     """
 
     name: str
@@ -165,8 +165,8 @@ class _Place(NamedTuple):
 
 
 def _find_pool(model: nn.Module, size: InputSize) -> _Place:
-    """Return the last module that pools a feature map; raise if a later module works on a feature
-    map again.
+    """Return the last module that pools a feature map;
+    raise if a later module works on a feature map again.
     """
     places: list[_Place] = []
     later: list[str] = []  # modules with a feature map as output after the last pool
@@ -295,8 +295,8 @@ def _images(model: nn.Module, size: InputSize) -> Tensor:
 
 @torch.no_grad()
 def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
-    """Return the shapes of a model's output, and of its features before the classifier, for two
-    images.
+    """Return the shapes of a model's output,
+    and of its features before the classifier, for two images.
     """
     with Shapes():
         outputs = [model(_images(model, size))]
@@ -312,8 +312,8 @@ def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
 def _check(
     model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per_class: bool
 ) -> None:
-    """Run the rehearsal again; raise unless all shapes are as before, except that each token has
-    features.
+    """Run the rehearsal again; raise unless all shapes are as before,
+    except that each token has features.
     """
     expected = list(before)
     if per_class and len(before) > 1:

@@ -1,5 +1,5 @@
-"""Attention-based aggregation: pooling of patches by a trainable query (PatchConvNet paper,
-§3.1).
+"""Attention-based aggregation: pooling of patches
+by a trainable query (PatchConvNet paper, §3.1).
 """
 
 from functools import partial
@@ -13,8 +13,8 @@ __all__ = ["AttentionPool2d", "ClassScores", "PatchAttention"]
 
 
 class PatchAttention(nn.Module):
-    """Attention of class tokens to patches, but not to tokens: timm's ``cait.ClassAttn`` for a
-    token per class.
+    """Attention of class tokens to patches, but not to tokens:
+    timm's ``cait.ClassAttn`` for a token per class.
 
     Args:
         dim: Channels d of tokens and patches.
@@ -83,8 +83,8 @@ class PatchAttention(nn.Module):
 
 
 class AttentionPool2d(nn.Module):
-    """Learned pooling of a feature map: one block of class attention, then a LayerNorm
-    (PatchConvNet paper, Fig. 3).
+    """Learned pooling of a feature map: one block of class attention,
+    then a LayerNorm (PatchConvNet paper, Fig. 3).
 
     A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). By
     default there is one head, whose softmax gives the weight of each patch; with several heads, as
@@ -167,8 +167,8 @@ class AttentionPool2d(nn.Module):
         return self.num_classes is not None
 
     def reset_tokens(self, num_classes: int) -> None:
-        """Replace the tokens by new, untrained tokens for ``num_classes`` classes; the block stays
-        as it is.
+        """Replace the tokens by new, untrained tokens
+        for ``num_classes`` classes; the block stays as it is.
 
         Raises:
             ValueError: If the pool has a single token, or there are no classes.
@@ -184,8 +184,8 @@ class AttentionPool2d(nn.Module):
         self.num_classes = self.block.attn.tokens = num_classes
 
     def specialize(self, num_classes: int) -> None:
-        """Copy the single token for each class; the block keeps its weights
-        (:func:`tcnn_model.specialize`).
+        """Copy the single token for each class;
+        the block keeps its weights (:func:`tcnn_model.specialize`).
 
         Raises:
             ValueError: If there is a token for each class already, or there are no classes.
@@ -201,8 +201,8 @@ class AttentionPool2d(nn.Module):
         self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
-        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2;
-        set biases to 0.
+        """Draw tokens and weights from a normal distribution
+        of standard deviation 0.02, cut at 2; set biases to 0.
         """
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
@@ -218,8 +218,8 @@ class AttentionPool2d(nn.Module):
 
 
 class ClassScores(nn.Linear):
-    """Linear score of each class from its own token, with ``weight`` (K, d) and ``bias`` (K,) as in
-    a Linear.
+    """Linear score of each class from its own token,
+    with ``weight`` (K, d) and ``bias`` (K,) as in a Linear.
 
     The published form is K layers ``Linear(d, 1)``, whose weights are the rows of ``weight``.
     """

@@ -1,5 +1,5 @@
-"""The pool of a timm model that pools by attention, and the methods of its class that depend on the
-pool.
+"""The pool of a timm model that pools by attention,
+and the methods of its class that depend on the pool.
 """
 
 from functools import cache
@@ -58,8 +58,8 @@ class GlobalAttentionPool(nn.Module):
 
 
 class AttentionPooled(nn.Module):
-    """Methods of a timm model that depend on its :class:`GlobalAttentionPool`; all others are of
-    the model's class.
+    """Methods of a timm model that depend on its :class:`GlobalAttentionPool`;
+    all others are of the model's class.
     """
 
     num_classes: int
@@ -67,8 +67,8 @@ class AttentionPooled(nn.Module):
     _pooled_at: str  # the pool's name, of each model
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return class scores, (B, K), as timm does; with ``pre_logits`` and a token per class,
-        features (B, K, d).
+        """Return class scores, (B, K), as timm does;
+        with ``pre_logits`` and a token per class, features (B, K, d).
         """
         # super() has arguments because torch 2.15 cannot compile it without arguments on Python
         # 3.14.
@@ -82,8 +82,8 @@ class AttentionPooled(nn.Module):
     def reset_classifier(
         self, num_classes: int, global_pool: str | None = None, **options: Any
     ) -> None:
-        """Replace the classifier, as timm does; the attention pool stays, with new tokens if there
-        is one per class.
+        """Replace the classifier, as timm does; the attention pool stays,
+        with new tokens if there is one per class.
 
         Args:
             num_classes: Number of classes, 0 for no classifier; tokens of classes are then left
@@ -137,8 +137,8 @@ class AttentionPooled(nn.Module):
 # The cache gives a model and its copies the same class.
 @cache
 def pooled_class(base: Any) -> Any:
-    """Return the subclass of a timm model's class that pools by attention; return any other class
-    unchanged.
+    """Return the subclass of a timm model's class that pools by attention;
+    return any other class unchanged.
     """
     if not hasattr(base, "reset_classifier") or not hasattr(base, "forward_head"):
         return base

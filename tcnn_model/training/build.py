@@ -123,8 +123,8 @@ def build_model(
 
 
 def _pool_by_attention(model: nn.Module, tokens: str, input_size: InputSize) -> nn.Module:
-    """Add attention pooling with one token, or with one per class; a trained single token is copied
-    to each class.
+    """Add attention pooling with one token, or with one per class;
+    a trained single token is copied to each class.
     """
     pools = [module for module in model.modules() if isinstance(module, AttentionPool2d)]
     if not pools:
@@ -226,8 +226,8 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
 
 
 def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
-    """Convert the CNN to a T-CNN in place; return False, without a change, if it is a T-CNN
-    already.
+    """Convert the CNN to a T-CNN in place; return False,
+    without a change, if it is a T-CNN already.
 
     With ``keep_optimizer``, weights that survive the conversion keep their optimizer state: "we
     keep the same optimizer and learning rate after the reparametrization" (T-CNN paper, Sec. 5).
@@ -273,8 +273,8 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
-    """Set the schedules, the wrapped model and the task of a training, from its current model and
-    optimizer.
+    """Set the schedules, the wrapped model and the task of a training,
+    from its current model and optimizer.
     """
     warn_of_stuck_gates(training.model)
     training.schedules = create_schedules(

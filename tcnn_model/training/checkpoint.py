@@ -93,8 +93,8 @@ def check_sums(path: str | Path) -> None:
 
 
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
-    """Load a file that torch saved, after its checksums are verified, and without running code from
-    it.
+    """Load a file that torch saved, after its checksums are verified,
+    and without running code from it.
 
     Raises:
         ValueError: The file is damaged, or holds more than tensors and plain values.

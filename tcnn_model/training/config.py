@@ -69,8 +69,8 @@ def _option(group: str, text: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a training. A recipe sets some of them, then a TOML file, then the command
-    line.
+    """Every setting of a training. A recipe sets some of them,
+    then a TOML file, then the command line.
     """
 
     model: str = _option(
@@ -353,8 +353,8 @@ class Config:
         return self.mixup > 0 or self.cutmix > 0
 
     def scaled(self, processes: int) -> "Config":
-        """Scale the learning rates linearly with the number of images in a step, as DeiT does
-        (thesis, Sec. 3.3).
+        """Scale the learning rates linearly with the number
+        of images in a step, as DeiT does (thesis, Sec. 3.3).
 
         That of the gates is not scaled: they are few, their rate is in units of lambda, and with a
         hundredth of it they would not move.
@@ -521,8 +521,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings of a file after checking that they exist and that their values have the
-    right types.
+    """Return the settings of a file after checking
+    that they exist and that their values have the right types.
     """
     kinds = typing.get_type_hints(Config)
     unknown = sorted(settings.keys() - kinds.keys())

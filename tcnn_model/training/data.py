@@ -1,5 +1,5 @@
-"""Batches of a run, which depend neither on the process or worker that loads them nor on where a
-run is resumed.
+"""Batches of a run, which depend neither on the process
+or worker that loads them nor on where a run is resumed.
 """
 
 import signal
@@ -22,8 +22,8 @@ from tcnn_model.training.sources import Source
 __all__ = ["Images", "create_transforms"]
 
 STAND_INS = 20
-"""Number of images that are tried in place of an unreadable one, as in timm: longer series point to
-a broken source.
+"""Number of images that are tried in place of an unreadable one,
+as in timm: longer series point to a broken source.
 """
 
 Key = tuple[int, int, int]  # epoch, position in the epoch, number of the image
@@ -75,8 +75,8 @@ class _Unreadable:
 
 @dataclass(frozen=True)
 class _Sample:
-    """An image with its label, or with its label and number, and the unreadable images that it
-    stands in for.
+    """An image with its label, or with its label and number,
+    and the unreadable images that it stands in for.
     """
 
     image: Tensor | None
@@ -85,8 +85,8 @@ class _Sample:
 
 
 class _Seeded(Dataset[_Sample]):
-    """Images by key. The augmentation of each image is drawn from generators that are seeded by its
-    key.
+    """Images by key. The augmentation of each image is drawn
+    from generators that are seeded by its key.
 
     In training the next image stands in for one that cannot be read or transformed, so that batches
     keep their size: processes stay in step, and a resumed run finds its position by counting steps.
@@ -228,8 +228,8 @@ class Images:
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the validation batches of this process; every image goes to exactly one
-        process.
+        """Return the validation batches of this process;
+        every image goes to exactly one process.
         """
         numbers = _spread(len(self.validate), self._sizes[1])[
             self.ranks.rank :: self.ranks.count
@@ -291,7 +291,7 @@ class Images:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """Return ``count`` evenly spaced numbers below ``length``: the first ones would all be of the
-    first classes.
+    """Return ``count`` evenly spaced numbers below ``length``:
+    the first ones would all be of the first classes.
     """
     return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

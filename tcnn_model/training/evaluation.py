@@ -23,8 +23,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EpochResult:
-    """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image
-    in nats.
+    """Losses and accuracies of an epoch. Accuracies are top-1 in [0,
+    1]; losses are means per image in nats.
 
     ``lr`` is the learning rate of the weights, not of the gates, at the epoch's last step. With
     mixup or CutMix, the training accuracy counts a prediction as right if it is the class with the
@@ -43,8 +43,8 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class AveragedResult(EpochResult):
-    """Result of an epoch, with the loss and accuracy of the moving average of the weights as
-    well.
+    """Result of an epoch, with the loss and accuracy
+    of the moving average of the weights as well.
     """
 
     ema_val_loss: float
@@ -67,8 +67,8 @@ def evaluate(
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
     after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
-    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model`` in eval mode, and restore
-    its modes.
+    """Compute mean cross-entropy (nats) and top-1 accuracy
+    of ``model`` in eval mode, and restore its modes.
 
     Args:
         model: Any classifier, also one of the package transformers.

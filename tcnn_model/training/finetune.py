@@ -69,8 +69,8 @@ def finetune(
     progress: bool = True,
     name: str = "fine-tuning",
 ) -> Iterator[FinetuningResult]:
-    """Train ``model`` in place with AdamW, warm-up and cosine decay; yield a result after each
-    epoch's validation.
+    """Train ``model`` in place with AdamW, warm-up and cosine decay;
+    yield a result after each epoch's validation.
 
     The model is validated in eval mode just before each yield, so that a recorder of eval-mode
     forwards has then seen exactly that epoch::
@@ -205,8 +205,8 @@ def finetune(
 
 
 def _criterion(label_smoothing: float) -> Criterion:
-    """Return a loss that smooths class indices (B,), and takes class probabilities (B, K) as they
-    are.
+    """Return a loss that smooths class indices (B,),
+    and takes class probabilities (B, K) as they are.
     """
     of_indices = LabelSmoothingCrossEntropy(label_smoothing)
     of_shares = SoftTargetCrossEntropy()
@@ -221,8 +221,8 @@ def _criterion(label_smoothing: float) -> Criterion:
 def _with_sums(
     results: Iterator[EpochResult], sums: list[dict[str, float]], name: str | None
 ) -> Iterator[FinetuningResult]:
-    """Add the sums of learning rates to the results; if there is a name, print the final sums after
-    it.
+    """Add the sums of learning rates to the results;
+    if there is a name, print the final sums after it.
     """
     for result in results:
         yield FinetuningResult(**(asdict(result) | sums[result.epoch]))

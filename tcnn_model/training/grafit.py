@@ -1,5 +1,5 @@
-"""Fine representations from coarse labels: Grafit's losses and network (arXiv:2011.12982; Touvron's
-thesis, Ch. 2).
+"""Fine representations from coarse labels:
+Grafit's losses and network (arXiv:2011.12982; Touvron's thesis, Ch. 2).
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ __all__ = ["Grafit", "GrafitTask", "instance_loss", "neighbour_scores"]
 
 
 def instance_loss(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute the instance loss: minus the cosine between predictions and targets of different
-    views (Eq. 2.1).
+    """Compute the instance loss: minus the cosine between predictions
+    and targets of different views (Eq. 2.1).
 
     Args:
         predictions: Predictions q(g(t_i(x))), shape (B, T, D), T views of each image.
@@ -39,8 +39,8 @@ def neighbour_scores(
     temperature: float = 0.05,
     itself: Tensor | None = None,
 ) -> Tensor:
-    """Compute log-probabilities of classes from all neighbours, shape (B, K): the log of p_ij
-    summed over a class's j.
+    """Compute log-probabilities of classes from all neighbours,
+    shape (B, K): the log of p_ij summed over a class's j.
 
     p_ij is a softmax of cosines over neighbours j (Eq. 2.2). The negative log-likelihood of the
     label is the kNN loss (Eq. 2.3). For a class without neighbours, the probability is the dtype's
@@ -66,8 +66,8 @@ def neighbour_scores(
 
 
 class Grafit(nn.Module):
-    """A trunk, a projector, a predictor, and a memory of embeddings for classification by nearest
-    neighbours.
+    """A trunk, a projector, a predictor, and a memory
+    of embeddings for classification by nearest neighbours.
 
     The thesis does not give the widths of projector and predictor. Here they are MLPs with one
     hidden layer that is 16 times as wide as the output, as in BYOL (arXiv:2006.07733) for 256
@@ -108,22 +108,22 @@ class Grafit(nn.Module):
         self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
 
     def embed(self, images: Tensor) -> Tensor:
-        """Compute embeddings g(x) of norm 1, shape (B, D), with which coarse and fine neighbours
-        are searched.
+        """Compute embeddings g(x) of norm 1, shape (B, D),
+        with which coarse and fine neighbours are searched.
         """
         return F.normalize(self.projector(self.trunk(images)), dim=-1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute log-probabilities of the coarse classes from the images in the memory, shape (B,
-        K).
+        """Compute log-probabilities of the coarse classes
+        from the images in the memory, shape (B, K).
         """
         # In bfloat16 cosines just below 1 are 0.004 apart, which the temperature turns into 0.08 in
         # a logit.
         return self.scores(self.embed(images).float())
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Score embeddings (B, D); with numbers (B,) of training images, no image is its own
-        neighbour.
+        """Score embeddings (B, D); with numbers (B,) of training images,
+        no image is its own neighbour.
         """
         known = (self.labels >= 0).nonzero()[:, 0]
         return neighbour_scores(
@@ -137,8 +137,8 @@ class Grafit(nn.Module):
 
     @torch.no_grad()
     def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
-        """Replace the images' memory entries by their mean with these embeddings (thesis, "Memory
-        of embeddings").
+        """Replace the images' memory entries by their mean
+        with these embeddings (thesis, "Memory of embeddings").
         """
         # The means have norms below 1, at first because the memory starts with zeros; cosines
         # ignore norms.
@@ -163,8 +163,8 @@ class Grafit(nn.Module):
 
 
 class GrafitTask:
-    """The sum of both losses (Eq. 2.4, Table 2.11), for batches in which the views of an image are
-    consecutive.
+    """The sum of both losses (Eq. 2.4, Table 2.11),
+    for batches in which the views of an image are consecutive.
 
     The kNN loss uses the first view only. A batch is added to the memory before its loss is
     computed, so that even the first batch has neighbours.

@@ -27,8 +27,8 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
-    """The training was asked to stop, and a checkpoint to resume it is on disk; ``signal`` is the
-    signal's number.
+    """The training was asked to stop, and a checkpoint to resume it is on disk;
+    ``signal`` is the signal's number.
     """
 
     def __init__(self, message: str, signal: int | None = None) -> None:
@@ -128,8 +128,8 @@ class Training:
         return rates[0] if rates else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the training as tensors and plain values; all processes must call
-        this together.
+        """Return the state of the training as tensors and plain values;
+        all processes must call this together.
         """
         return {
             "model": gather_state(self.model.state_dict()),
@@ -174,8 +174,8 @@ class Training:
         progress: bool,
         after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
-        """Compute the validation loss and accuracy of the model, or of the moving average of its
-        weights.
+        """Compute the validation loss and accuracy of the model,
+        or of the moving average of its weights.
         """
         # Batch norms of each process have seen different images. Checkpoints keep the statistics of
         # the first process, so every process validates with these.

@@ -50,8 +50,8 @@ def parameter_groups(
     *,
     qk_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the optimizer groups of a T-CNN (paper, Sec. 3), with a separate, much larger learning
-    rate for gates.
+    """Return the optimizer groups of a T-CNN (paper, Sec. 3),
+    with a separate, much larger learning rate for gates.
 
     Gates, locality strengths, centres of attention, kernels of heads (:func:`convolve`), tokens of
     attention pools, norms, biases and the parameters that the model's ``no_weight_decay()`` names
@@ -121,8 +121,8 @@ def parameter_groups(
 
 
 def warn_of_stuck_gates(model: nn.Module) -> None:
-    """Warn of GPSA layers with gates that have no gradient, and so can never learn to attend to
-    content.
+    """Warn of GPSA layers with gates that have no gradient,
+    and so can never learn to attend to content.
 
     The derivative of the sigmoid is gate (1 - gate). In float32 sigma(17) is exactly 1, so that the
     gradients of lambda and of queries and keys, whose attention has the weight 1 - gate, are
@@ -145,8 +145,8 @@ def warn_of_stuck_gates(model: nn.Module) -> None:
 
 
 def papers_qk_lr(steps: int) -> float:
-    """Return the peak rate of queries and keys with which a cosine schedule sums to the paper's
-    3.1.
+    """Return the peak rate of queries and keys with
+    which a cosine schedule sums to the paper's 3.1.
 
     Args:
         steps: Number of steps in the whole training.
@@ -162,8 +162,8 @@ def rate_sums(
     schedules: Sequence[Any],
     marks: Sequence[int],
 ) -> list[dict[str, float]]:
-    """Sum the learning rates of a training in advance, in units of the weights' initial standard
-    deviation.
+    """Sum the learning rates of a training in advance,
+    in units of the weights' initial standard deviation.
 
     Adam and its variants move a weight by no more than about the sum of its learning rates. If this
     sum is far below 1, the weights cannot have learned much.
@@ -358,8 +358,8 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
 
 
 def _drop_paths(block: nn.Module) -> list[str]:
-    """Return the names of a block's attributes for stochastic depth, even if unset (None in timm's
-    ResNets).
+    """Return the names of a block's attributes for stochastic depth,
+    even if unset (None in timm's ResNets).
     """
     names = [
         name

@@ -16,8 +16,8 @@ Batches = DataLoader[tuple[Tensor, Tensor]]
 
 
 def seed_everything(seed: int, *loaders: Batches) -> None:
-    """Seed the global generators of Python, NumPy and torch, and those of the loaders and their
-    samplers.
+    """Seed the global generators of Python, NumPy and torch,
+    and those of the loaders and their samplers.
 
     Workers need no seeding: torch seeds them when an epoch begins, from the loader's generator or
     else its global one.

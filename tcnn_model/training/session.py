@@ -41,8 +41,8 @@ _held: set[tuple[int, Path]] = set()
 
 
 class Stopping:
-    """Signals that ask a training to stop between two batches: Ctrl-C, and SIGTERM or SIGUSR1 from
-    clusters.
+    """Signals that ask a training to stop between two batches:
+    Ctrl-C, and SIGTERM or SIGUSR1 from clusters.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -266,8 +266,8 @@ class RunFolder:
         )
 
     def _settle(self, training: Training, state: dict[str, Any] | None = None) -> None:
-        """Update the other files from the checkpoints of epochs, in an order that loses nothing if
-        it is interrupted.
+        """Update the other files from the checkpoints of epochs,
+        in an order that loses nothing if it is interrupted.
 
         Args:
             training: Training whose history the files will show.
@@ -328,8 +328,8 @@ class RunFolder:
         return {int(match[1]): path for match, path in matches if match}
 
     def _latest(self, device: torch.device) -> dict[str, Any] | None:
-        """Read the newest checkpoint: one within an epoch, unless that epoch has ended, or else the
-        last epoch's.
+        """Read the newest checkpoint: one within an epoch,
+        unless that epoch has ended, or else the last epoch's.
         """
         epochs = self._epochs()
         last = max(epochs, default=-1)
@@ -341,8 +341,8 @@ class RunFolder:
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when this process ends, and that forked workers do not
-    inherit.
+    """Hold a lock that the system releases when this process ends,
+    and that forked workers do not inherit.
 
     Raises:
         BlockingIOError: This process or another one holds the lock.

@@ -1,5 +1,5 @@
-"""Sharding by FSDP2: every process holds a part of each parameter, of its gradient and of its
-optimizer state.
+"""Sharding by FSDP2: every process holds a part of each parameter,
+of its gradient and of its optimizer state.
 
 Checkpoints hold full tensors, like those of an unsharded training.
 """
@@ -23,8 +23,8 @@ __all__ = [
 
 
 def shard(model: nn.Module) -> None:
-    """Shard a model over the processes in place: each block by itself, then all other
-    parameters.
+    """Shard a model over the processes in place:
+    each block by itself, then all other parameters.
     """
     # This import is slow, and runs on one process do not need it.
     from torch.distributed.fsdp import fully_shard
@@ -43,8 +43,8 @@ def shard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold the full model in each process inside the ``with``; all processes enter and leave
-    together.
+    """Hold the full model in each process inside the ``with``;
+    all processes enter and leave together.
 
     Processes may validate different numbers of batches. A forward that gathers parameters would
     wait for processes that have finished.
@@ -69,8 +69,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Accumulate gradients in each process without reducing them over processes, inside the
-    ``with``.
+    """Accumulate gradients in each process without reducing them over processes,
+    inside the ``with``.
     """
     model.set_requires_gradient_sync(False)
     try:

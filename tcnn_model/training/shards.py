@@ -81,8 +81,8 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
 
 
 def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
-    """Return the tar files of a split, and the field of a sample's JSON that holds its label (""
-    for ``.cls``).
+    """Return the tar files of a split, and the field
+    of a sample's JSON that holds its label ("" for ``.cls``).
     """
     folder = Path(root)
     info = _split_info(folder, splits)
@@ -163,8 +163,8 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _label(tar: tarfile.TarFile, parts: Mapping[str, tarfile.TarInfo], field: str) -> int | None:
-    """Read the label of a sample from ``.cls``, or from JSON if a field is named or there is no
-    ``.cls``.
+    """Read the label of a sample from ``.cls``,
+    or from JSON if a field is named or there is no ``.cls``.
     """
     ending = "json" if field or "cls" not in parts else "cls"
     if ending not in parts:

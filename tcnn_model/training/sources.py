@@ -1,5 +1,5 @@
-"""Images and labels by index, from scikit-learn's digits and from the map-style data sets of
-timm.
+"""Images and labels by index, from scikit-learn's digits
+and from the map-style data sets of timm.
 """
 
 import csv
@@ -115,8 +115,8 @@ class _Timm:
 
 
 class _Tar:
-    """Pictures of a tar file, also of tar files in it, labelled by their top folders as those of a
-    folder are.
+    """Pictures of a tar file, also of tar files in it,
+    labelled by their top folders as those of a folder are.
 
     A folder that holds all others, such as ``train/``, is no class. A tar file in it counts as a
     folder.
@@ -177,8 +177,8 @@ class _Tar:
 def _files_in(
     tar: tarfile.TarFile, folder: tuple[str, ...] = (), start: int = 0
 ) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Yield the path, the first byte and the size of each file in a tar file, and in tar files in
-    it.
+    """Yield the path, the first byte and the size
+    of each file in a tar file, and in tar files in it.
     """
     for member in tar:
         path = PurePosixPath(member.name)

@@ -44,8 +44,8 @@ class Classification:
 
 
 class _LogitDistillation(Classification):
-    """Weighted mean of the labels' loss and of the distance between the scores and those of a
-    teacher.
+    """Weighted mean of the labels' loss and
+    of the distance between the scores and those of a teacher.
 
     Args:
         forward: Function from images to scores, as in :class:`Classification`.
@@ -90,8 +90,8 @@ def _hard_imitation(scores: Tensor, judged: Tensor) -> Tensor:
 
 
 def _soft_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Return the KL divergence from the teacher's probabilities, both at a temperature of tau
-    (thesis, Eq. 3.2).
+    """Return the KL divergence from the teacher's probabilities,
+    both at a temperature of tau (thesis, Eq. 3.2).
     """
     soft = (scores / SOFT_TEMPERATURE).log_softmax(1)
     target = (judged / SOFT_TEMPERATURE).log_softmax(1)

@@ -1,5 +1,5 @@
-"""Models of timm with weights from a file, also of T-CNNs and Grafit networks, other image sizes or
-other classes.
+"""Models of timm with weights from a file,
+also of T-CNNs and Grafit networks, other image sizes or other classes.
 """
 
 import os
@@ -35,8 +35,8 @@ _WRAPPERS = re.compile(
 
 
 def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
-    """Create a model of timm for an image size, which transformers have as an option; convnets take
-    any size.
+    """Create a model of timm for an image size,
+    which transformers have as an option; convnets take any size.
     """
     if img_size is not None:
         try:
@@ -154,8 +154,8 @@ def _reset_classes(model: Any, num_classes: int) -> list[str]:
 
 
 def _report_other_classes(path: str, names: Sequence[str], report: Callable[[str], None]) -> None:
-    """Report that the classifier of a file is kept but is of other classes, or of the same in
-    another order.
+    """Report that the classifier of a file is kept but is of other classes,
+    or of the same in another order.
     """
     if zipfile.is_zipfile(path):  # others, such as safetensors, hold weights only
         before = torch.load(path, weights_only=True, mmap=True)
@@ -194,8 +194,8 @@ def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
 
 
 def _unwrapped(state: State, name: str, path: str, report: Callable[[str], None]) -> State:
-    """Return the weights under the names that they have in the model itself, and report what is
-    taken off the names.
+    """Return the weights under the names that they have in the model itself,
+    and report what is taken off the names.
 
     torch.compile, FSDP and checkpointing put a word into names; AveragedModel and modules of
     Lightning a prefix before them, and further entries beside them.
@@ -235,8 +235,8 @@ def _classifier(name: str) -> str:
 
 
 def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
-    """Return the number of outputs of the classifier in the weights, 0 if there is no
-    classifier.
+    """Return the number of outputs of the classifier in the weights,
+    0 if there is no classifier.
     """
     layer = _classifier(name)
     if f"{layer}.weight" in state:

@@ -1,3 +1,3 @@
-"""Facts about layers of timm, transformers and torchvision that attention calls do not show,
-recorded by class.
+"""Facts about layers of timm, transformers and torchvision
+that attention calls do not show, recorded by class.
 """

@@ -1,5 +1,5 @@
-"""Tokens on a grid, windows that a layer cuts from the grid of an image, and units by which it
-orders tokens.
+"""Tokens on a grid, windows that a layer cuts from the grid of an image,
+and units by which it orders tokens.
 """
 
 from collections.abc import Sequence
@@ -59,21 +59,21 @@ class Tokens:
         return self.height // self.frames
 
     def index(self, row: float, column: float) -> int:
-        """Return the index of the token at fractions of height and width, in the middle frame of a
-        video.
+        """Return the index of the token at fractions of height and width,
+        in the middle frame of a video.
         """
         above = self.frames // 2 * self.rows + int(row * self.rows)
         return self.prefix + above * self.width + int(column * self.width)
 
     def frame_numbers(self, device: torch.device) -> Tensor:
-        """Return the frame of each token, shape (count,); tokens before the grid count as its first
-        cell.
+        """Return the frame of each token, shape (count,);
+        tokens before the grid count as its first cell.
         """
         return self._places(device) // (self.rows * self.width)
 
     def positions(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row and column of each token, shape (count,); tokens before the grid count as its
-        first cell.
+        """Return row and column of each token, shape (count,);
+        tokens before the grid count as its first cell.
         """
         place = self._places(device)
         y, x = place // self.width % self.rows, place % self.width
@@ -86,8 +86,8 @@ class Tokens:
         return torch.arange(-self.prefix, cells, device=device).clamp_(min=0)
 
     def axes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape
-        (width,).
+        """Return the positions of the rows of a frame,
+        shape (rows,), and of the columns, shape (width,).
         """
         rows = np.arange(self.rows) * self.spacing[0] + self.origin[0]
         columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
@@ -115,8 +115,8 @@ class Windows:
     spread: bool = False
 
     def cells(self) -> Tensor:
-        """Return the row-major cell of each token of each window, shape (windows, tokens); -1 for
-        padding.
+        """Return the row-major cell of each token of each window,
+        shape (windows, tokens); -1 for padding.
         """
         (rows, columns), (high, wide) = self.grid, self.window
         cells = torch.arange(rows * columns).view(rows, columns)
@@ -155,8 +155,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class MaskUnits:
-    """Order of an image's tokens in Hiera: by their place within each pooling, and then by mask
-    unit.
+    """Order of an image's tokens in Hiera: by their place within each pooling,
+    and then by mask unit.
 
     Args:
         grid: Rows and columns of the image's grid.

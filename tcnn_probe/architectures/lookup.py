@@ -32,8 +32,8 @@ RECORDS: dict[str, LayerRecord] = {
     **TORCHVISION_LAYERS,
     **TRANSFORMERS_LAYERS,
 }
-"""Records by the qualified name of the class. Names import nothing, so a library need not be
-installed.
+"""Records by the qualified name of the class. Names import nothing,
+so a library need not be installed.
 """
 
 # These facts describe how the forward method uses parts of the layer, so they do not hold if it is
@@ -84,8 +84,8 @@ def looks_like_attention(module: nn.Module) -> bool:
 
 
 def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads according to a module's attributes, or None if it has no such
-    attribute.
+    """Return the number of heads according to a module's attributes,
+    or None if it has no such attribute.
     """
     sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
     return next((n for n in sizes if isinstance(n, int) and n), None)
@@ -144,8 +144,8 @@ def from_rows(
     module: nn.Module,
     known_axis: int | None = None,
 ) -> Tensor:
-    """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of
-    :func:`as_rows`.
+    """Return (rows, heads, N, d) as (..., N, d) with these leading sizes,
+    the inverse of :func:`as_rows`.
     """
     axis, count = heads_axis(leading, module, known_axis)
     if axis in ("one", "grouped"):

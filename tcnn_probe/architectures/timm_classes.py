@@ -1,5 +1,5 @@
-"""Classes of timm whose layers have measurements of their own; without timm, no model has such
-layers.
+"""Classes of timm whose layers have measurements of their own;
+without timm, no model has such layers.
 """
 
 from torch import nn

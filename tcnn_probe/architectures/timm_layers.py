@@ -15,8 +15,8 @@ __all__ = ["TIMM_LAYERS"]
 def _square(
     side: Callable[[Any, int], int],
 ) -> Callable[[Any, int], tuple[Tokens, Tokens]]:
-    """Return a function that gives queries and keys the same square grid, from a function that
-    returns its side.
+    """Return a function that gives queries and keys the same square grid,
+    from a function that returns its side.
     """
 
     def grids(layer: Any, keys: int) -> tuple[Tokens, Tokens]:
@@ -46,8 +46,8 @@ def _every_second(layer: Any, keys: int) -> tuple[Tokens, Tokens]:
 
 
 def _padded_evenly(layer: Any) -> bool:
-    """Return whether keys come from a convolution padded by 1 on each side, and queries are not
-    pooled.
+    """Return whether keys come from a convolution padded by 1 on each side,
+    and queries are not pooled.
     """
     # With padding "same", strided windows begin at different pixels for even and odd sizes.
     pooling = getattr(layer.key, "down_conv", None)
@@ -80,8 +80,8 @@ def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
 def _maxvit(
     grid: Callable[[Sequence[Any]], tuple[int, int]],
 ) -> Callable[[Any, Sequence[Any]], Windows]:
-    """Return a function that describes the windows of a block: compact, or of every n-th row and
-    column.
+    """Return a function that describes the windows of a block:
+    compact, or of every n-th row and column.
     """
 
     def windows(block: Any, inputs: Sequence[Any]) -> Windows:
@@ -159,8 +159,8 @@ _QKV = HeadParameters(
     },
     output="proj",
 )
-"""Rows of qkv are (3, heads, d), those of kv (2, heads, d), and so on; columns of proj are (heads,
-d).
+"""Rows of qkv are (3, heads, d), those of kv (2, heads, d),
+and so on; columns of proj are (heads, d).
 
 Similar layers may have another order: LeViT interleaves queries, keys and values head by head, and
 Nest interleaves the heads in each channel. A class is therefore listed here only if its source was

@@ -26,8 +26,8 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of an input (B, C, H, W): blocks, or grids if the axes of each partition
-    are swapped.
+    """Return the windows of an input (B, C, H, W): blocks,
+    or grids if the axes of each partition are swapped.
     """
     spread = not isinstance(layer.partition_swap, nn.Identity)
     side = layer.g if spread else layer.p

@@ -10,8 +10,8 @@ __all__ = ["TRANSFORMERS_LAYERS"]
 
 
 def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, N, C), which are padded before they are rolled; the grid is
-    an input.
+    """Return the windows of tokens (B, N, C),
+    which are padded before they are rolled; the grid is an input.
     """
     size = next(pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2)
     return Windows(
@@ -23,8 +23,8 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, H, W, C); blocks with global attention have a window size of
-    0.
+    """Return the windows of tokens (B, H, W, C);
+    blocks with global attention have a window size of 0.
     """
     return _unshifted(block, inputs[0].shape[1:3])
 

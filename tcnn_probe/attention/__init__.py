@@ -1,3 +1,3 @@
-"""Attention of any model: reconstructed from calls of torch during a forward, arranged on its grid,
-and measured.
+"""Attention of any model: reconstructed from calls of torch during a forward,
+arranged on its grid, and measured.
 """

@@ -22,8 +22,8 @@ __all__ = ["Attention", "ContentRows", "WholeLayers", "weigh"]
 
 @dataclass(frozen=True)
 class ContentRows:
-    """Statistics of content attention by query and by key: of A, or of the content part of gated
-    layers.
+    """Statistics of content attention by query and by key:
+    of A, or of the content part of gated layers.
 
     Args:
         entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
@@ -41,8 +41,8 @@ class ContentRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(ABC):
-    """The attention A of one call of a layer: B images, each in one or more windows, and a softmax
-    for each head.
+    """The attention A of one call of a layer: B images,
+    each in one or more windows, and a softmax for each head.
 
     There are two kinds, ``SoftmaxAttention`` and ``GatedAttention``. Recorders, maps and rollout
     use the interface of this class and need not tell them apart. A third kind, such as the kernel
@@ -118,8 +118,8 @@ class Attention(ABC):
 
     @abstractmethod
     def statistics(self) -> Mapping[str, Any]:
-        """Return the statistics of A that recordings keep, computed exactly and without an N x N
-        tensor.
+        """Return the statistics of A that recordings keep,
+        computed exactly and without an N x N tensor.
 
         Returns:
             Values by variable: tensors of shape (B, heads) or, for the scales of uniform attention,
@@ -160,8 +160,8 @@ class Attention(ABC):
         return None
 
     def segment_attention(self) -> Tensor | None:
-        """Return sums of A over the keys of each segment, as means over the queries of each
-        segment.
+        """Return sums of A over the keys of each segment,
+        as means over the queries of each segment.
 
         Returns:
             Shape (B, heads, segments of queries, segments of keys), see
@@ -219,8 +219,8 @@ class Attention(ABC):
 
     @classmethod
     def block_on(cls, device: torch.device) -> int:
-        """Return how many logits to compute at a time: 64 MiB on a GPU, where a block takes a dozen
-        kernel launches.
+        """Return how many logits to compute at a time:
+        64 MiB on a GPU, where a block takes a dozen kernel launches.
         """
         return cls.BLOCK << (0 if device.type == "cpu" else 4)
 
@@ -236,8 +236,8 @@ class Attention(ABC):
 
     @property
     def order(self) -> tuple[Tensor, Tensor] | None:
-        """Indices of the model's queries and keys in the order of this attention, see
-        :class:`Layout`.
+        """Indices of the model's queries and keys
+        in the order of this attention, see :class:`Layout`.
         """
         return self.layout.order
 
@@ -248,8 +248,8 @@ class Attention(ABC):
 
     @property
     def class_query(self) -> int | None:
-        """Index of the class token among the queries; None if there is none, or one for each
-        class.
+        """Index of the class token among the queries;
+        None if there is none, or one for each class.
         """
         return None
 
@@ -260,8 +260,8 @@ class Attention(ABC):
 
     @property
     def first_patch_query(self) -> int | None:
-        """Index of the first query after class and register tokens; None if all queries are such
-        tokens.
+        """Index of the first query after class and register tokens;
+        None if all queries are such tokens.
         """
         queries = self.layout.queries
         if queries is not None:
@@ -271,15 +271,15 @@ class Attention(ABC):
 
     @property
     def class_tokens(self) -> int:
-        """Number of class and distillation tokens among the tokens before the grid; the others are
-        registers.
+        """Number of class and distillation tokens among the tokens before the grid;
+        the others are registers.
         """
         return 0
 
     @property
     def gate(self) -> Tensor | None:
-        """Share of positional attention of each head, shape (heads,); None for attention without
-        gates.
+        """Share of positional attention of each head,
+        shape (heads,); None for attention without gates.
         """
         return None
 
@@ -290,8 +290,8 @@ class Attention(ABC):
 
     @property
     def cells(self) -> tuple[int, int] | None:
-        """Rows and columns of the finer of the grids of queries and keys in the whole image; None
-        if unknown.
+        """Rows and columns of the finer of the grids
+        of queries and keys in the whole image; None if unknown.
         """
         if self.cut is not None:
             cuts = (self.cut, self.query_cut or self.cut)
@@ -305,8 +305,8 @@ class Attention(ABC):
         )
 
     def uniform_scales(self) -> dict[str, Tensor]:
-        """Return entropy and distance of attention that is uniform over the visible keys, for each
-        image: (B,).
+        """Return entropy and distance of attention
+        that is uniform over the visible keys, for each image: (B,).
 
         The zero padding of gated attention counts as keys. Without a known grid there is no
         distance. Gated attention also has ``uniform_content_entropy``, over real pixels.
@@ -335,27 +335,27 @@ class Attention(ABC):
         return values
 
     def visible_keys(self, query: int) -> Tensor:
-        """Return the number of keys that no mask hides from a query, in each window of each image:
-        (B, windows).
+        """Return the number of keys that no mask hides from a query,
+        in each window of each image: (B, windows).
         """
         shape = self.images, self.windows
         return torch.full(shape, self.keys, device=self.device)
 
     def own_key(self, query: int) -> int | None:
-        """Return the index among the keys of a class or distillation token that is a query; None if
-        it is not one.
+        """Return the index among the keys of a class
+        or distillation token that is a query; None if it is not one.
         """
         return query if self.layout.asking == "tokens" and query < self.layout.prefix else None
 
     def content(self) -> Tensor:
-        """Return content attention, (rows, heads, N_query, keys): all of A, or the content part of
-        gated attention.
+        """Return content attention, (rows, heads, N_query, keys):
+        all of A, or the content part of gated attention.
         """
         return self.weights().flatten(0, 1)
 
     def row(self, query: int, images: Sequence[int]) -> Tensor:
-        """Return the attention of one query in some images, NaN for padding: (images, windows,
-        heads, N_key).
+        """Return the attention of one query in some images,
+        NaN for padding: (images, windows, heads, N_key).
         """
         one_query = slice(query, query + 1)
         rows = torch.stack([self.weights(one_query, image)[0, :, :, 0] for image in images])
@@ -365,8 +365,8 @@ class Attention(ABC):
         return rows.where(counted[..., None, None], torch.nan)
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows,
-        heads, N_key).
+        """Return the attention that keys receive,
+        the mean of A_ij over queries: (images, windows, heads, N_key).
 
         Padding does not count as a query; the keys of windows of padding receive 0.
         """
@@ -390,8 +390,8 @@ class Attention(ABC):
         return torch.stack(received)
 
     def on_grid(self, rows: Tensor) -> Tensor:
-        """Return the values (..., N_key) of the keys on the grid, without padding: shape (...,
-        height, width).
+        """Return the values (..., N_key) of the keys on the grid,
+        without padding: shape (..., height, width).
         """
         keys = self.layout.keys
         assert keys is not None
@@ -400,8 +400,8 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers whose attention is described as a whole after they have run; softmaxes inside are only
-    parts of it.
+    """Layers whose attention is described as a whole after they have run;
+    softmaxes inside are only parts of it.
 
     Args:
         classes: Classes of the layers.
@@ -417,8 +417,8 @@ class WholeLayers:
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:
-    """Multiply attention, (images or 1, windows, heads, N_query, N_key), by values, (rows, heads or
-    1, N_key, d).
+    """Multiply attention, (images or 1, windows, heads, N_query, N_key),
+    by values, (rows, heads or 1, N_key, d).
 
     Returns:
         Shape (rows, heads, N_query, d).

@@ -1,5 +1,5 @@
-"""``attention_maps()``: the attention of one forward of any model, on the grids of its layers, as
-labelled arrays.
+"""``attention_maps()``: the attention of one forward of any model,
+on the grids of its layers, as labelled arrays.
 """
 
 import json
@@ -96,8 +96,8 @@ def attention_maps(
     max_bytes: int = 1 << 30,
     progress: bool | None = None,
 ) -> xr.DataTree:
-    """Compute the attention maps of every head of a model for these images, on the grids of the
-    layers.
+    """Compute the attention maps of every head of a model for these images,
+    on the grids of the layers.
 
     ::
 
@@ -285,8 +285,8 @@ _Batches = Sequence[LayerMaps]  # maps of a layer
 
 
 def _by_grid(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> dict[str, xr.Dataset]:
-    """Return a dataset for each grid; layers whose queries lie on no grid get datasets of their
-    own.
+    """Return a dataset for each grid; layers whose queries lie on no grid get datasets
+    of their own.
     """
     nodes: dict[tuple[Any, ...], list[_Batches]] = {}
     for maps_by_batch in maps_by_layer:
@@ -313,8 +313,8 @@ def _by_grid(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> dict
 
 
 def _dataset(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> xr.Dataset:
-    """Return the layers of one grid as a dataset, with NaN where a layer lacks a variable; their
-    arrays are used up.
+    """Return the layers of one grid as a dataset,
+    with NaN where a layer lacks a variable; their arrays are used up.
     """
     layers = [maps_by_batch[0] for maps_by_batch in maps_by_layer]
     first = layers[0]
@@ -362,8 +362,8 @@ def _dataset(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> xr.D
 
 
 def _moved_together(maps_by_layer: Sequence[_Batches], name: str) -> np.ndarray:
-    """Move a variable of all layers and batches into one array, (image, layer, ...), and free what
-    has been moved.
+    """Move a variable of all layers and batches into one array,
+    (image, layer, ...), and free what has been moved.
     """
     rows = [
         [maps.arrays.pop(name, None) for maps in maps_by_batch] for maps_by_batch in maps_by_layer

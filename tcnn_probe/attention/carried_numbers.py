@@ -46,8 +46,8 @@ _ADDITIONS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
 
 
 class CarriedNumbers:
-    """Table of the numbers that tensors of a forward carry, by the rules of
-    :mod:`tcnn_probe.attention.place_rules`.
+    """Table of the numbers that tensors of a forward carry,
+    by the rules of :mod:`tcnn_probe.attention.place_rules`.
 
     Args:
         of_rows: Whether the numbers tell rows of the batch apart, so that a row keeps its number
@@ -79,8 +79,8 @@ class CarriedNumbers:
         return self._places.get(tensor)
 
     def sides(self, func: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Places, Places]:
-        """Return the numbers of queries and keys, (..., N, d), if the function computes
-        attention.
+        """Return the numbers of queries and keys,
+        (..., N, d), if the function computes attention.
         """
         name = function_name(func)
         # Logits have the places of their queries; those of the keys were stored when the product
@@ -184,8 +184,8 @@ class CarriedNumbers:
         return [x for x in self._places if x.untyped_storage().data_ptr() == memory]
 
     def _exchange_sides(self, logits: Tensor, transpose: Tensor) -> None:
-        """Follow a transpose of logits, as Grounding DINO uses them in both directions between
-        image and text.
+        """Follow a transpose of logits, as Grounding DINO uses them
+        in both directions between image and text.
         """
         queries = places_of_tokens(self.of(logits))
         self._places[transpose] = self._keys[logits][:, None].expand(transpose.shape)
@@ -212,8 +212,8 @@ class CarriedNumbers:
 
 
 def _of_rows_gathered(queries: Places, keys: Places) -> Places:
-    """Return the numbers of queries (..., N, d) or, if these come from parameters, of the rows
-    whose keys they see.
+    """Return the numbers of queries (..., N, d) or,
+    if these come from parameters, of the rows whose keys they see.
     """
     is_learnt = queries is not None and bool(unexpanded(queries).isnan().all())
     if not is_learnt or keys is None:

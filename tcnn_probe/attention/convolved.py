@@ -23,8 +23,8 @@ __all__ = ["CONVOLVED", "PartlyConvolved"]
 
 @dataclass(frozen=True, kw_only=True)
 class PartlyConvolved(SoftmaxAttention):
-    """Attention of all heads of a layer: of convolutions, the softmax of theta(offset), and of the
-    others their own.
+    """Attention of all heads of a layer: of convolutions,
+    the softmax of theta(offset), and of the others their own.
 
     Args:
         output_of: Function that returns the layer's output for the first image, from its attention
@@ -34,8 +34,8 @@ class PartlyConvolved(SoftmaxAttention):
     output_of: Callable[[Tensor], Tensor]
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
-        """Compare the layer's output for the first image with the output computed from A and the
-        values.
+        """Compare the layer's output for the first image
+        with the output computed from A and the values.
         """
         if self.module.training:
             return None  # under dropout

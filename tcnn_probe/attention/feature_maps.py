@@ -1,5 +1,5 @@
-"""Evidence for the grids of tokens in a forward: feature maps, concatenations of tokens, and the
-image itself.
+"""Evidence for the grids of tokens in a forward:
+feature maps, concatenations of tokens, and the image itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,8 +55,8 @@ class FeatureMaps:
         self._grids: dict[tuple[int, Grid], list[Grid]] = {}
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False) -> None:
-        """Begin a call of the model, or of a part that may continue with the images of an earlier
-        part.
+        """Begin a call of the model, or of a part
+        that may continue with the images of an earlier part.
         """
         tensors = input_tensors(inputs)
         x = tensors[0] if tensors else None
@@ -108,14 +108,14 @@ class FeatureMaps:
             shapes.clear()
 
     def seeks(self, module: nn.Module) -> bool:
-        """Return whether a module that is called may show the image that enters the patch
-        embedding.
+        """Return whether a module that is called may show the image
+        that enters the patch embedding.
         """
         return self._seeks or module is self._embedding
 
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> Tensor | None:
-        """Note the image (n, C, H, W) that a module gets, and return it, if it is what the model
-        makes patches of.
+        """Note the image (n, C, H, W) that a module gets,
+        and return it, if it is what the model makes patches of.
 
         The image can stand anywhere among the inputs of the model, which may also crop it or make
         several views of it. Whatever enters the patch embedding is the image.
@@ -144,8 +144,8 @@ class FeatureMaps:
         return x
 
     def _numbered(self, inputs: Sequence[Tensor]) -> Grid | None:
-        """Return the grid of patches if the model gets their rows and columns as an input, as FLUX
-        does.
+        """Return the grid of patches if the model gets their rows
+        and columns as an input, as FLUX does.
         """
         for positions in inputs:
             # Positions are (N, 3) or (B, N, 4), for example, with numbers of images or frames
@@ -193,8 +193,8 @@ class FeatureMaps:
             self._joins[sum(lengths)] = lengths
 
     def arrange(self, count: int, tracked: Arrangement | None = None) -> Arrangement:
-        """Return the places of ``count`` tokens, as far as they are known, by default those of
-        patches alone.
+        """Return the places of ``count`` tokens,
+        as far as they are known, by default those of patches alone.
 
         Args:
             count: Number of tokens.
@@ -232,8 +232,8 @@ class FeatureMaps:
         return Arrangement(before, after, order, class_token=class_token)
 
     def _joined_around(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the lengths of the concatenated parts before and after the grid; None if they are
-        unknown.
+        """Return the lengths of the concatenated parts
+        before and after the grid; None if they are unknown.
         """
         parts = self._parts(count)
         if len(parts) < 2:
@@ -248,8 +248,8 @@ class FeatureMaps:
         return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
-        """Return the lengths of the parts of which ``count`` tokens were concatenated, with nested
-        parts resolved.
+        """Return the lengths of the parts of which ``count`` tokens were concatenated,
+        with nested parts resolved.
         """
         lengths: list[int] = []
         for length in self._joins.get(count, ()):
@@ -257,8 +257,8 @@ class FeatureMaps:
         return tuple(lengths)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield the user's grid, then sizes of maps with the images' aspect ratio, the best match
-        first.
+        """Yield the user's grid, then sizes of maps
+        with the images' aspect ratio, the best match first.
         """
         if self.special.user_facts.grid is not None:
             yield self.special.user_facts.grid
@@ -269,8 +269,8 @@ class FeatureMaps:
             yield from self._grids[key]
 
     def frames(self, count: int, prefixes: Sequence[int]) -> Tokens | None:
-        """Return the grid of a video's tokens if a map of the video has as many cells; else
-        None.
+        """Return the grid of a video's tokens if a map
+        of the video has as many cells; else None.
         """
         parts = self._parts(count)
         for prefix in prefixes:
@@ -301,8 +301,8 @@ class FeatureMaps:
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the grid of patches if the shape is that of images cut into patches, (B, N, side *
-        side * C).
+        """Return the grid of patches if the shape is that
+        of images cut into patches, (B, N, side * side * C).
         """
         if self.size is None or not self._channels:
             return None
@@ -313,8 +313,8 @@ class FeatureMaps:
 
 
 def _channels_of(inputs: Sequence[Any]) -> set[int]:
-    """Return the numbers of channels of images among the inputs, (B, C, H, W), (B, H, W, C) or
-    lists of (C, H, W).
+    """Return the numbers of channels of images among the inputs,
+    (B, C, H, W), (B, H, W, C) or lists of (C, H, W).
     """
     batch = batch_of(inputs)
     channels = {x.shape[0] for x in batch} if isinstance(batch, list) else set()
@@ -325,8 +325,8 @@ def _channels_of(inputs: Sequence[Any]) -> set[int]:
 
 
 def _raster(positions: Tensor) -> Grid | None:
-    """Return the grid if positions, except for constant columns, are rows and columns in raster
-    order; else None.
+    """Return the grid if positions, except for constant columns,
+    are rows and columns in raster order; else None.
     """
     if positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
@@ -343,8 +343,8 @@ def _raster(positions: Tensor) -> Grid | None:
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
-    """Return whether rows = height / s and columns = width / s for some patch side s, both rounded
-    in the same way.
+    """Return whether rows = height / s and columns = width / s
+    for some patch side s, both rounded in the same way.
 
     Convolutions without padding round down, those with padding round up.
     """

@@ -1,5 +1,5 @@
-"""Gated positional self-attention of our GPSA layers and of timm's ConViT: A = (1 - g) C + g P
-(T-CNN Eq. 7).
+"""Gated positional self-attention of our GPSA layers and of timm's ConViT:
+A = (1 - g) C + g P (T-CNN Eq. 7).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -136,8 +136,8 @@ class GatedAttention(Attention):
             )
 
     def statistics(self) -> Mapping[str, Any]:
-        """Return entropies of A and its parts, distances, their values for uniform attention, and
-        sums over images.
+        """Return entropies of A and its parts, distances,
+        their values for uniform attention, and sums over images.
         """
         key = "patterns", self.limit
         if key not in self.shared:
@@ -162,14 +162,14 @@ class GatedAttention(Attention):
         )
 
     def values(self) -> Tensor:
-        """Return the values, (B, heads or 1, H * W, d), without those of the padding, which are
-        zero.
+        """Return the values, (B, heads or 1, H * W, d),
+        without those of the padding, which are zero.
         """
         return _values(self.module, self.x)
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
-        """Compare the layer's output for the first image with the output computed from A and the
-        values.
+        """Compare the layer's output for the first image
+        with the output computed from A and the values.
         """
         layer: Any = self.module
         # With dropout of its attention or output, ConViT's output cannot be reproduced.
@@ -180,8 +180,8 @@ class GatedAttention(Attention):
         return relative_difference(self.output(gathered), output[:1]), tolerance(output.dtype)
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the attention that keys receive, the mean of A_ij over queries: (images, 1, heads,
-        N_key).
+        """Return the attention that keys receive,
+        the mean of A_ij over queries: (images, 1, heads, N_key).
 
         The padding is set to zero, because no output depends on it.
         """
@@ -208,8 +208,8 @@ class GatedAttention(Attention):
         return extended[..., y.before : y.before + y.length, x.before : x.before + x.length]
 
     def content(self) -> Tensor:
-        """Return the content part C = softmax(q k^T / sqrt(d)): shape (B, heads, N_query, H * W),
-        real pixels only.
+        """Return the content part C = softmax(q k^T / sqrt(d)):
+        shape (B, heads, N_query, H * W), real pixels only.
         """
         return self.parts.content()
 
@@ -232,8 +232,8 @@ class GatedAttention(Attention):
             return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
 
     def with_whole(self, heads: Sequence[int], attention: Tensor) -> Tensor:
-        """Return the outputs of some heads, like :meth:`with_content`, for another A with keys in
-        the padding.
+        """Return the outputs of some heads, like :meth:`with_content`,
+        for another A with keys in the padding.
         """
         # The values of the padding are zero.
         pixels = self.on_grid(attention[: len(self.x)]).flatten(-2)
@@ -279,8 +279,8 @@ class GatedAttention(Attention):
 
 @torch.no_grad()
 def _mean_squared_radius(attention: tcnn_model.GatedAttention) -> Tensor:
-    """Return the variance of the offset under P, the sum over both axes and mean over queries:
-    (heads,).
+    """Return the variance of the offset under P,
+    the sum over both axes and mean over queries: (heads,).
     """
     radius = attention.position.new_zeros((), dtype=widest_dtype(attention.query.device))
     for axis, factor in zip((attention.y, attention.x), attention.factors(), strict=True):
@@ -315,8 +315,8 @@ def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
 
 
 def _seams_of(layer: Any) -> dict[nn.Module, str]:
-    """Return the submodules of a gated layer whose outputs the description uses, with their
-    roles.
+    """Return the submodules of a gated layer whose outputs the description uses,
+    with their roles.
     """
     of_gpsa = ("head_queries", "head_keys", "head_outputs")
     names = ("qk",) if isinstance(layer, ConViTLayer) else of_gpsa
@@ -381,8 +381,8 @@ def gated_attention_of(
 
 
 def grids_of_axes(y: Axis, x: Axis) -> tuple[Tokens, Tokens]:
-    """Return the grids of the queries and of the keys, which include the padding, of a layer like a
-    convolution.
+    """Return the grids of the queries and of the keys,
+    which include the padding, of a layer like a convolution.
     """
     queries = Tokens(
         0,

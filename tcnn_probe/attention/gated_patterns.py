@@ -1,5 +1,5 @@
-"""Sums over images of gated attention and its content part, and the similarity of heads of the
-latter.
+"""Sums over images of gated attention and its content part,
+and the similarity of heads of the latter.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ __all__ = ["content_similarity", "gated_patterns"]
 def gated_patterns(
     attention: GatedAttention, limit: int | None, block: int
 ) -> tuple[Pattern, Pattern]:
-    """Return sums over the first ``limit`` images, or all, of gated attention A and of its content
-    part C.
+    """Return sums over the first ``limit`` images,
+    or all, of gated attention A and of its content part C.
 
     The keys of A are the real pixels, and after them the padding. Those of C are the real pixels.
 
@@ -75,8 +75,8 @@ def gated_patterns(
 
 @torch.no_grad()
 def content_similarity(attention: GatedAttention, limit: int | None, block: int) -> Tensor:
-    """Return the mean cosine between each head's rows of C and those of the other heads, over the
-    sampled queries.
+    """Return the mean cosine between each head's rows of C
+    and those of the other heads, over the sampled queries.
 
     Args:
         attention: Attention of a batch of B images.
@@ -118,8 +118,8 @@ class _AttentionSum:
         self._rows = self._padding.new_zeros(halves, heads, 2 * queries + halves - 1)
 
     def add(self, weights: Tensor, scratch: Tensor, start: int) -> None:
-        """Add the attention of images from number ``start`` on; ``scratch``, with as many elements,
-        is overwritten.
+        """Add the attention of images from number ``start`` on;
+        ``scratch``, with as many elements, is overwritten.
         """
         # A logit of NaN makes its whole row NaN, so one key shows which rows count.
         is_counted = weights[..., 0].isfinite()

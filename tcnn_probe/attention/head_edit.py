@@ -1,5 +1,5 @@
-"""Edits of heads, applied to the separate outputs of a layer's heads, before the projection adds
-them up.
+"""Edits of heads, applied to the separate outputs of a layer's heads,
+before the projection adds them up.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,8 +108,8 @@ class HeadEdit:
 
 @dataclass(frozen=True)
 class HeadWatch(HeadEdit):
-    """Function of the outputs of a layer's heads, applied after all edits, for listeners to single
-    layers.
+    """Function of the outputs of a layer's heads,
+    applied after all edits, for listeners to single layers.
 
     Args:
         watch: Function (outputs, edit) -> outputs. ``outputs`` are (rows, heads, N_query, d), or
@@ -121,8 +121,8 @@ class HeadWatch(HeadEdit):
 
 
 def edit_call(call: TorchCall, edits: Sequence[HeadEdit], module: nn.Module) -> Any:
-    """Return the edited output of a torch function in a module, which is differentiable if the
-    original is.
+    """Return the edited output of a torch function in a module,
+    which is differentiable if the original is.
     """
     rows = as_rows(call.heads, module, call.heads_axis)
 
@@ -153,8 +153,8 @@ def edit_gated(attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tens
 def _edit_rows(
     heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]
 ) -> Tensor:
-    """Edit outputs of heads (rows, heads, N_query, d); ``exchange`` returns the outputs for an
-    edit's attention.
+    """Edit outputs of heads (rows, heads, N_query, d);
+    ``exchange`` returns the outputs for an edit's attention.
     """
     for edit in edits:
         if isinstance(edit, HeadWatch):

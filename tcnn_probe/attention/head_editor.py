@@ -1,5 +1,5 @@
-"""Editing of a layer's heads and gates while it runs, as listeners decide, without changing any
-parameter.
+"""Editing of a layer's heads and gates while it runs,
+as listeners decide, without changing any parameter.
 """
 
 import math
@@ -83,14 +83,14 @@ _LOCK = threading.RLock()
 _EDITORS: WeakKeyDictionary[nn.Module, "HeadEditor"] = WeakKeyDictionary()
 
 next_order = count().__next__
-"""Return the position of a new listener that edits among all: the most recent one that names a head
-edits it.
+"""Return the position of a new listener that edits among all:
+the most recent one that names a head edits it.
 """
 
 
 class HeadListener:
-    """Listener to the calls of one layer, which may return an edit of each attention. Override what
-    you need.
+    """Listener to the calls of one layer, which may return an edit
+    of each attention. Override what you need.
     """
 
     layer = ""
@@ -112,8 +112,8 @@ class HeadListener:
         """Handle the end of a call of the layer."""
 
     def add_terms(self, call: "LayerCall", output: Tensor) -> Tensor:
-        """Return the layer's output, images first, with terms added in place of heads that are
-        zero.
+        """Return the layer's output, images first,
+        with terms added in place of heads that are zero.
         """
         return output
 
@@ -175,8 +175,8 @@ class LayerCall(Call):
         return False
 
     def sees(self, call: TorchCall) -> Sequence[Answer]:
-        """Return edits of an attention, or check whether an edited softmax is multiplied with
-        values.
+        """Return edits of an attention, or check whether an edited softmax is multiplied
+        with values.
         """
         if self.over:
             return ()
@@ -222,8 +222,8 @@ class LayerCall(Call):
         return self.ask(attention)
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
-        """Note which heads are whose, and wait until an edited softmax is multiplied with
-        values.
+        """Note which heads are whose, and wait until an edited softmax is multiplied
+        with values.
         """
         own = {listener for _, listener in self.listeners}
         answers = [answer for answer in answers if answer.listener in own]
@@ -288,8 +288,8 @@ class HeadEditor(Calls[LayerCall]):
                 cls.remove(module, listener)
 
     def attach(self) -> None:
-        """Add hooks to the layer and, in a gated layer, to the submodules between which the heads
-        are separate.
+        """Add hooks to the layer and, in a gated layer,
+        to the submodules between which the heads are separate.
         """
         super().attach()
         if isinstance(self.module, GPSA):
@@ -372,8 +372,8 @@ class HeadEditor(Calls[LayerCall]):
         return None if call is None else _edit_gated_heads(call, heads)
 
     def _edit_projected(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Any) -> Any:
-        """Edit heads of ConViT, which are side by side where they are projected: (B, N, heads *
-        d).
+        """Edit heads of ConViT, which are side by side
+        where they are projected: (B, N, heads * d).
         """
         call = self.current()
         if call is None or not args:
@@ -393,8 +393,8 @@ def is_edited(layer: nn.Module) -> bool:
 
 
 def run_with_gates(layer: nn.Module, function: Callable[[], Result]) -> Result:
-    """Call a function that computes with a layer's parameters, with the gates that listeners force
-    in its calls.
+    """Call a function that computes with a layer's parameters,
+    with the gates that listeners force in its calls.
 
     Only modes that this enters see the function, even where torch functions are hidden from all
     modes.
@@ -423,8 +423,8 @@ def _gated_attention(layer: nn.Module, x: Tensor, sizes: tuple[int, int, int]) -
 
 
 def _ask_once(call: LayerCall, sizes: tuple[int, int, int]) -> Sequence[Answer]:
-    """Return the edits of a gated layer's attention of these sizes (B, heads, N_query), and ask for
-    them at first.
+    """Return the edits of a gated layer's attention
+    of these sizes (B, heads, N_query), and ask for them at first.
     """
     if 0 not in call.answers:
         x = _first_input(call)[: sizes[0]]
@@ -444,8 +444,8 @@ def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor | None:
 
 
 class _GateEditor(TorchFunctionMode):
-    """Mode that follows the gating parameter of a layer to its sigmoid, and replaces the gates of
-    some heads.
+    """Mode that follows the gating parameter of a layer to its sigmoid,
+    and replaces the gates of some heads.
 
     The other gates stay differentiable with respect to the parameter, lambda of shape (heads,),
     which is not changed.
@@ -505,8 +505,8 @@ def with_first_tensor(output: Any, first: Tensor) -> Any:
 
 
 def images_first(module: nn.Module, output: Tensor) -> Tensor:
-    """Return a layer's output with the images along its first axis; a second call restores the
-    original axes.
+    """Return a layer's output with the images along its first axis;
+    a second call restores the original axes.
     """
     is_swapped = (
         isinstance(module, nn.MultiheadAttention) and not module.batch_first and output.ndim == 3

@@ -1,5 +1,5 @@
-"""Layout of the tokens of an attention: class and register tokens first, then words, then a grid in
-raster order.
+"""Layout of the tokens of an attention:
+class and register tokens first, then words, then a grid in raster order.
 
 Tokens are put in this order when an attention is reconstructed.
 """
@@ -47,8 +47,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Layout:
-    """Description of the tokens of an attention: the grids of its queries and keys, and the other
-    tokens.
+    """Description of the tokens of an attention:
+    the grids of its queries and keys, and the other tokens.
 
     Args:
         queries, keys: Grids of queries and keys; None if a grid is unknown.
@@ -93,8 +93,8 @@ class Layout:
 
     @property
     def uniform_distance(self) -> float | None:
-        """Mean distance between all queries and all keys on the grids, in float64; None if a grid
-        is unknown.
+        """Mean distance between all queries and all keys on the grids,
+        in float64; None if a grid is unknown.
         """
         if self.queries is None or self.keys is None:
             return None
@@ -130,8 +130,8 @@ def _mean_distance(queries: Tokens, keys: Tokens) -> float:
 
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct distances along one axis and their numbers of pairs, which avoids an N x
-    N table.
+    """Return the distinct distances along one axis and their numbers of pairs,
+    which avoids an N x N table.
     """
     distances, pairs = np.unique(np.abs(keys[None, :] - queries[:, None]), return_counts=True)
     return distances, pairs.astype(np.float64)

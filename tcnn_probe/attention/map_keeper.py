@@ -1,5 +1,5 @@
-"""Listener that keeps the attention maps of chosen heads and queries in one forward, on the grids
-of the layers.
+"""Listener that keeps the attention maps of chosen heads
+and queries in one forward, on the grids of the layers.
 """
 
 import math
@@ -207,8 +207,8 @@ class MapKeeper(AttentionListener):
         self.missing = {layer: reason for layer, reason in self.missing.items() if layer in layers}
 
     def _rows(self, attention: Attention, queries: Grid | None) -> dict[str, Indices]:
-        """Return the queries to keep by variable, as indices or, in windows, as cells in the
-        image.
+        """Return the queries to keep by variable,
+        as indices or, in windows, as cells in the image.
         """
         rows: dict[str, Indices] = {}
         token = attention.class_query
@@ -233,8 +233,8 @@ class MapKeeper(AttentionListener):
 
 
 def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
-    """Return the grids of keys and queries over the whole image, and the reason if a grid is
-    unknown.
+    """Return the grids of keys and queries over the whole image,
+    and the reason if a grid is unknown.
     """
     layout, cut = attention.layout, attention.cut
     if not attention.in_windows:
@@ -259,8 +259,8 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
 
 
 def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
-    """Return the size of a grid, with the number of frames if these are stacked vertically in
-    it.
+    """Return the size of a grid, with the number
+    of frames if these are stacked vertically in it.
     """
     if size is None or tokens is None or tokens.frames == 1:
         return size
@@ -268,8 +268,8 @@ def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
 
 
 def _maps_of_images(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
-    """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows,
-    columns).
+    """Return attention of some queries to all cells of the image's grid:
+    (B, heads, queries, rows, columns).
     """
     # Chosen queries are processed one by one; if all queries are kept, many consecutive ones are
     # processed at a time.
@@ -295,8 +295,8 @@ def _maps_of_images(attention: Attention, queries: Indices, selection: MapSelect
 
 
 def _maps_in_windows(attention: Attention, queries: Indices, selection: MapSelection) -> Tensor:
-    """Return attention of some cells of the image's grid to all its cells: (B, heads, queries,
-    rows, columns).
+    """Return attention of some cells of the image's grid to all its cells:
+    (B, heads, queries, rows, columns).
     """
     assert attention.cut is not None
     assert attention.query_cut is not None

@@ -1,5 +1,5 @@
-"""Sums over images of the attention of each head, from which its anatomy and content information
-are computed.
+"""Sums over images of the attention of each head,
+from which its anatomy and content information are computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,8 +57,8 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Sums over images of the attention A of some queries, which content information is computed
-    from.
+    """Sums over images of the attention A of some queries,
+    which content information is computed from.
 
     Args:
         attention: Sum of A over images with even and with odd numbers, from which the two halves
@@ -233,8 +233,8 @@ class PatternSum:
             self._products[images, sampled] = row_products(by_image)
 
     def _rows_of_images(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield images, as many at a time as fit into a block, with their sampled rows and the
-        queries of each row.
+        """Yield images, as many at a time as fit into a block,
+        with their sampled rows and the queries of each row.
         """
         attention = self._attention
         at_once = max(1, attention.block // self._sums[0].numel())
@@ -245,8 +245,8 @@ class PatternSum:
             yield images, rows, self._queries.repeat(len(index), 1)
 
     def add_prefix(self, prefix: Tensor) -> None:
-        """Add the attention to class and register tokens, which blocks leave out. Call this after
-        all blocks.
+        """Add the attention to class and register tokens,
+        which blocks leave out. Call this after all blocks.
 
         Args:
             prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
@@ -260,8 +260,8 @@ class PatternSum:
             self._products[: self._images] += row_products(by_image)
 
     def similarity(self, entropy: Tensor) -> Tensor:
-        """Return the mean cosine between each head's rows and those of the other heads: shape (B,
-        heads).
+        """Return the mean cosine between each head's rows
+        and those of the other heads: shape (B, heads).
 
         Args:
             entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not
@@ -307,8 +307,8 @@ class PatternSum:
         )
 
     def _visible(self) -> Tensor | int:
-        """Return the number of images in which each key is visible to each sampled query: (queries,
-        keys), or all.
+        """Return the number of images in which each key is visible to each sampled query:
+        (queries, keys), or all.
         """
         logits = self._attention.logits
         if not logits.masked:
@@ -322,8 +322,8 @@ class PatternSum:
         return total
 
     def _of_sampled(self, values: Tensor) -> Tensor:
-        """Return the values (rows, heads, N_query, ...) of the sampled queries: (images, heads,
-        queries, ...).
+        """Return the values (rows, heads, N_query, ...) of the sampled queries:
+        (images, heads, queries, ...).
         """
         by_window = self._attention.by_image(values)[: self._images].transpose(1, 2)
         index = sampled_index(self._sampling, values.device)
@@ -331,8 +331,8 @@ class PatternSum:
 
 
 def _halves(by_image: Tensor, first: int = 0, **dtype: torch.dtype) -> Tensor:
-    """Sum over images with even and with odd numbers, ``first`` and the following: (images, ...) ->
-    (2, ...).
+    """Sum over images with even and with odd numbers,
+    ``first`` and the following: (images, ...) -> (2, ...).
     """
     if len(by_image) % 2:
         by_image = F.pad(by_image, [0] * (2 * by_image.ndim - 1) + [1])
@@ -341,8 +341,8 @@ def _halves(by_image: Tensor, first: int = 0, **dtype: torch.dtype) -> Tensor:
 
 
 def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return -sum_j A_j log A_j over the last axis; ``scratch``, of the same shape, is
-    overwritten.
+    """Return -sum_j A_j log A_j over the last axis;
+    ``scratch``, of the same shape, is overwritten.
     """
     # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
     smallest = torch.finfo(attention.dtype).tiny
@@ -351,8 +351,8 @@ def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
 
 
 def row_products(rows: Tensor) -> Tensor:
-    """Return dot products of the heads' rows: (images, heads, queries, keys) -> (images, queries,
-    heads, heads).
+    """Return dot products of the heads' rows:
+    (images, heads, queries, keys) -> (images, queries, heads, heads).
     """
     by_query = rows.transpose(1, 2)
     return by_query @ by_query.mT
@@ -382,8 +382,8 @@ def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
 
 
 def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -> Pattern:
-    """Return sums over the images within the limit for one query of each window, such as a class
-    token.
+    """Return sums over the images within the limit
+    for one query of each window, such as a class token.
 
     Args:
         attention: Attention with this query.

@@ -1,5 +1,5 @@
-"""Rules by which torch functions move the places of pixels, see
-:mod:`tcnn_probe.attention.token_order`.
+"""Rules by which torch functions move the places of pixels,
+see :mod:`tcnn_probe.attention.token_order`.
 
 A rule computes the places of a function's outputs from those of its inputs: it moves, averages or
 keeps them. Equal places of images and channels are expanded views with a stride of 0, which rules
@@ -103,8 +103,8 @@ def _move(call: Call) -> Sequence[Places]:
 
 
 def _turn(call: Call) -> Sequence[Places]:
-    """Track roll and flip, which keep axes, so that equal places along an axis need not be
-    copied.
+    """Track roll and flip, which keep axes,
+    so that equal places along an axis need not be copied.
     """
     assert call.places[0] is not None
     turned = call.func(unexpanded(call.places[0]), *call.args[1:], **call.kwargs)
@@ -146,8 +146,8 @@ def _join(call: Call) -> Sequence[Places]:
 
 
 def _sample(call: Call) -> Sequence[Places]:
-    """Assign to samples the places of the queries that determine where deformable attention takes
-    them.
+    """Assign to samples the places of the queries
+    that determine where deformable attention takes them.
     """
     grid = call.places[1]
     if grid is None:
@@ -194,8 +194,8 @@ def _multiply(call: Call) -> Sequence[Places]:
 
 
 def agreed(name: str, places: Tensor, call: Call) -> Tensor:
-    """Return the numbers of rows after a function of elements; infinity where it mixes rows, as
-    mixup does.
+    """Return the numbers of rows after a function of elements;
+    infinity where it mixes rows, as mixup does.
     """
     if name in _RULES or len(call.inputs) < 2:
         return places
@@ -211,8 +211,8 @@ def agreed(name: str, places: Tensor, call: Call) -> Tensor:
 
 
 def contracted(call: Call) -> Places:
-    """Return the numbers of rows after einsum: those on which all operands with known rows agree;
-    None if unknown.
+    """Return the numbers of rows after einsum:
+    those on which all operands with known rows agree; None if unknown.
     """
     equation = call.args[0]
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -246,8 +246,8 @@ def _attend(call: Call) -> Sequence[Places]:
 
 
 def _resample(call: Call) -> Sequence[Places]:
-    """Track a convolution, pooling or interpolation of (B, C, H, W) or (B, C, T, H, W), with any
-    kernel.
+    """Track a convolution, pooling or interpolation
+    of (B, C, H, W) or (B, C, T, H, W), with any kernel.
     """
     places, size = call.places[0], call.shape[2:]
     assert places is not None
@@ -275,8 +275,8 @@ def _embed(call: Call) -> Sequence[Places]:
 
 
 def _beside(call: Call) -> Sequence[Places]:
-    """Track a function of elements or of each token's channels: use the places of the first input
-    from the image.
+    """Track a function of elements or of each token's channels:
+    use the places of the first input from the image.
     """
     shape = call.shape
     for tensor, places in zip(call.inputs, call.places, strict=True):

@@ -14,8 +14,8 @@ Grid = tuple[int, int]  # rows and columns
 
 
 class Centres(NamedTuple):
-    """Positions of cells along one side of the image: cell n is at pixel ``first + n * spacing``,
-    counted from 0.
+    """Positions of cells along one side of the image:
+    cell n is at pixel ``first + n * spacing``, counted from 0.
     """
 
     first: float
@@ -23,8 +23,8 @@ class Centres(NamedTuple):
 
 
 class _Fields(NamedTuple):
-    """Receptive fields along one side: that of cell n is from ``low + n * spacing`` to ``high + n *
-    spacing``.
+    """Receptive fields along one side: that of cell n is
+    from ``low + n * spacing`` to ``high + n * spacing``.
     """
 
     low: float
@@ -33,8 +33,8 @@ class _Fields(NamedTuple):
 
 
 class ReceptiveFields:
-    """Receptive fields of feature maps, by map size, derived from the convolutions and pools of a
-    forward.
+    """Receptive fields of feature maps, by map size,
+    derived from the convolutions and pools of a forward.
 
     ::
 
@@ -55,8 +55,8 @@ class ReceptiveFields:
         self._fields: dict[Grid, list[_Fields]] = {size: [_Fields(0, 0, 1)] * 2}
 
     def places(self, grid: Grid) -> tuple[Centres, Centres]:
-        """Return the centres of the receptive fields of rows and columns; an unknown map divides
-        the image evenly.
+        """Return the centres of the receptive fields of rows and columns;
+        an unknown map divides the image evenly.
         """
         fields = self._fields.get(grid)
         if fields is None:

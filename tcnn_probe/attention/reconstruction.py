@@ -1,5 +1,5 @@
-"""Reconstruction of softmax attention from calls of torch, its distinction from other softmaxes,
-and its verification.
+"""Reconstruction of softmax attention from calls of torch,
+its distinction from other softmaxes, and its verification.
 
 An attention is reconstructed as (rows, heads, N_query, N_key), and compared once with the model's
 own. Only a later matrix product shows whether a softmax is multiplied with values of tokens.
@@ -78,8 +78,8 @@ def softmax_attention_of(
     images: int | None,
     layout_of: Callable[[int, int, int], Layout],
 ) -> SoftmaxAttention:
-    """Describe a call of torch in the innermost running module as an attention between tokens on
-    their grids.
+    """Describe a call of torch in the innermost running module
+    as an attention between tokens on their grids.
 
     Args:
         request: Description of the call.
@@ -284,8 +284,8 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
-    """Return whether, by the shapes of the layer's inputs, the keys can only be the channels of
-    each head.
+    """Return whether, by the shapes of the layer's inputs,
+    the keys can only be the channels of each head.
     """
     # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of each head
     # has the size C / heads.
@@ -295,8 +295,8 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
 
 
 def tokens_if_channels(shape: tuple[int, int, int, int], running: Running) -> frozenset[int]:
-    """Return the numbers of tokens of a layer if its keys may be channels of each head instead;
-    else none.
+    """Return the numbers of tokens of a layer
+    if its keys may be channels of each head instead; else none.
 
     They are channels if the values have as many columns as there are tokens (XCiT of vit-pytorch,
     whose heads together are wider or narrower than the tokens).
@@ -328,8 +328,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference relative to the largest finite expected value, shape () in
-    float32.
+    """Return the largest difference relative to the largest finite expected value,
+    shape () in float32.
     """
     # Values that are not finite come from the model, not from an error of the reconstruction.
     nonfinite = ~expected.isfinite()
@@ -341,8 +341,8 @@ def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
 
 
 class Verification:
-    """Comparisons of reconstructed attention in a forward. They are read when it has ended, as this
-    waits for a GPU.
+    """Comparisons of reconstructed attention in a forward. They are read when it has ended,
+    as this waits for a GPU.
     """
 
     def __init__(self) -> None:
@@ -359,8 +359,8 @@ class Verification:
         return layer not in self._passed
 
     def add(self, layer: str, compared: tuple[Tensor, float] | None, mask: str = "") -> None:
-        """Add a relative difference and its tolerance, None if nothing could be compared; and the
-        mask's odd dtype.
+        """Add a relative difference and its tolerance,
+        None if nothing could be compared; and the mask's odd dtype.
         """
         if mask:
             self._masks[layer] = mask
@@ -485,8 +485,8 @@ class ValueProductTracker(Generic[Key]):
 
 
 def _contains(tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand) -> bool:
-    """Return whether an operand is one of the tensors that are still alive, even with its axes in
-    another order.
+    """Return whether an operand is one of the tensors that are still alive,
+    even with its axes in another order.
     """
     return any(
         # After a tensor is freed, another one may have its address.

@@ -45,8 +45,8 @@ def _first_tensor(inputs: Sequence[Any]) -> Tensor | None:
 
 
 def _as_tokens(x: Tensor | None, images: int, count: int) -> Tensor | None:
-    """Return a tensor (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C); None if it has another
-    shape.
+    """Return a tensor (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C);
+    None if it has another shape.
     """
     if x is None or len(x) != images:
         return None

@@ -1,5 +1,5 @@
-"""The queries of an image whose attention is summed over images: an even sample, always the
-same.
+"""The queries of an image whose attention is summed over images:
+an even sample, always the same.
 """
 
 import math
@@ -49,8 +49,8 @@ def sample_queries(windows: int, queries: int, limit: int, first: int = 0) -> tu
 
 
 def _golden_sequence(size: int, count: int) -> Tensor:
-    """Return the first numbers of a sequence that visits 0, ..., size - 1 evenly, again and again:
-    shape (count,).
+    """Return the first numbers of a sequence that visits 0,
+    ..., size - 1 evenly, again and again: shape (count,).
     """
     step = max(1, round(size * _GOLDEN_RATIO))
     while math.gcd(step, size) != 1:
@@ -75,8 +75,8 @@ def rows_of_block(
     queries: tuple[int, int],
     device: torch.device,
 ) -> tuple[slice, Tensor]:
-    """Return the sampled queries in a block, and their rows in its attention, by image, query and
-    head.
+    """Return the sampled queries in a block,
+    and their rows in its attention, by image, query and head.
 
     Args:
         sampling: Arguments of :func:`sample_queries`.

@@ -74,8 +74,8 @@ def _special_tokens(attention: "SoftmaxAttention") -> int:
 
 
 def _unplaced(attention: "SoftmaxAttention") -> str:
-    """Return the segment of tokens before the grid that are neither class tokens nor known to be
-    words.
+    """Return the segment of tokens before the grid
+    that are neither class tokens nor known to be words.
     """
     # More than MOST_SPECIAL tokens must be words, prompts or the queries of a detector.
     return "register" if _special_tokens(attention) <= MOST_SPECIAL else "other"

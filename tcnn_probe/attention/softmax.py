@@ -72,8 +72,8 @@ class Logits(ABC):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return a part of the logits in a contiguous tensor, float32 or float64, that the caller
-        may overwrite.
+        """Return a part of the logits in a contiguous tensor,
+        float32 or float64, that the caller may overwrite.
 
         If ``out`` is given, it is this tensor.
         """
@@ -93,8 +93,8 @@ class Logits(ABC):
 
     @property
     def on_kernel(self) -> bool:
-        """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a
-        GPU.
+        """True if :meth:`statistics` and :meth:`select` are available,
+        which need the kernel and a GPU.
         """
         return False
 
@@ -121,8 +121,8 @@ class Logits(ABC):
         raise NotImplementedError
 
     def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
-        """Return whether a mask hides each key from some queries of some rows, in all heads: shape
-        (r, n, N_key).
+        """Return whether a mask hides each key from some queries of some rows,
+        in all heads: shape (r, n, N_key).
 
         Args:
             rows, queries: Indices as in :meth:`select`.
@@ -132,8 +132,8 @@ class Logits(ABC):
         return _is_hidden(torch.stack(logits), _HIDDEN_LOGIT).all(1)
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
-        """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused
-        attention.
+        """Return the softmax; 0 for queries from which all keys are hidden,
+        as in torch's fused attention.
         """
         logits = self(rows, queries)
         if not self.masked:
@@ -194,8 +194,8 @@ class ProductLogits(Logits):
 
     @property
     def on_kernel(self) -> bool:
-        """True if the kernel is switched on, and supports these queries and keys. It supports no
-        modifications.
+        """True if the kernel is switched on, and supports these queries
+        and keys. It supports no modifications.
         """
         is_product = self._modification is None
         return is_product and trial.enabled() and kernels.can_measure(self._query, self._key)
@@ -362,16 +362,16 @@ class DeferredLogits(Logits):
 
 
 def _is_visible(logits: Tensor) -> Tensor:
-    """Return whether logits (rows, heads, N_query, N_key) show a key in any head; those of NaN
-    do.
+    """Return whether logits (rows, heads, N_query, N_key) show a key in any head;
+    those of NaN do.
     """
     return ~(logits.amax(1) <= HIDDEN)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images, windows of each image, and queries of each window, whose attention is
-    computed at once.
+    """A block of images, windows of each image,
+    and queries of each window, whose attention is computed at once.
     """
 
     images: slice
@@ -449,8 +449,8 @@ class SoftmaxAttention(Attention):
 
     @property
     def class_tokens(self) -> int:
-        """Number of class and distillation tokens among the tokens before the grid; the others are
-        registers.
+        """Number of class and distillation tokens among the tokens before the grid;
+        the others are registers.
         """
         specials = self.layout.prefix - self.layout.words
         layout = self.layout
@@ -470,8 +470,8 @@ class SoftmaxAttention(Attention):
         return self.by_image(hidden.logical_not()[:, 0].sum(-1))
 
     def statistics(self) -> dict[str, Any]:
-        """Return entropies, distances, their values for uniform attention, and sums for content
-        information.
+        """Return entropies, distances, their values for uniform attention,
+        and sums for content information.
         """
         measured = self._measurements()
         information = {"content_information": measured.pattern}
@@ -484,8 +484,8 @@ class SoftmaxAttention(Attention):
         return rows
 
     def segment_attention(self) -> Tensor | None:
-        """Return the attention between segments, see :class:`Attention`; None if the grid of keys
-        is unknown.
+        """Return the attention between segments,
+        see :class:`Attention`; None if the grid of keys is unknown.
         """
         return share_between_segments(self, self._measurements().by_query)
 
@@ -499,14 +499,14 @@ class SoftmaxAttention(Attention):
         return self.shared["visibility"]
 
     def values(self) -> Tensor | None:
-        """Return the values, see :class:`Attention`; None if the softmax is not fused with the
-        values.
+        """Return the values, see :class:`Attention`;
+        None if the softmax is not fused with the values.
         """
         return None if self.find_values is None else self.find_values()
 
     def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs, see :class:`Attention`; None if the softmax is not fused with
-        the values.
+        """Return the heads' outputs, see :class:`Attention`;
+        None if the softmax is not fused with the values.
         """
         return None if self.find_outputs is None else self.find_outputs()
 
@@ -525,8 +525,8 @@ class SoftmaxAttention(Attention):
 
     @property
     def queries_at_once(self) -> int:
-        """Number of queries of a block, which has at most :attr:`block` logits, or a single query
-        if this has more.
+        """Number of queries of a block, which has at most :attr:`block` logits,
+        or a single query if this has more.
         """
         logits = self.heads * self.keys
         at_once = max(1, self.block // logits)

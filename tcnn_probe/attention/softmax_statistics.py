@@ -80,8 +80,8 @@ class SoftmaxMeasurements:
 
 @torch.no_grad()
 def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
-    """Measure softmax attention exactly: by blocks of queries, or by the kernel if it is switched
-    on and agrees.
+    """Measure softmax attention exactly: by blocks of queries,
+    or by the kernel if it is switched on and agrees.
 
     Args:
         attention: Attention of B images.
@@ -143,8 +143,8 @@ def _tried(
     attention: "SoftmaxAttention",
     by_blocks: Callable[[], tuple[SoftmaxRows, PatternSum]],
 ) -> tuple[SoftmaxRows, PatternSum]:
-    """Measure rows by the kernel, unless it disagreed with the blocks in the first forward of this
-    shape.
+    """Measure rows by the kernel, unless it disagreed
+    with the blocks in the first forward of this shape.
     """
     logits = attention.logits
 
@@ -174,8 +174,8 @@ def _tried(
 
 
 def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
-    """Measure the rows in one pass of the kernel, and compute the attention of the sampled queries
-    only.
+    """Measure the rows in one pass of the kernel,
+    and compute the attention of the sampled queries only.
 
     Args:
         attention: Attention whose logits are
@@ -201,8 +201,8 @@ def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 
 def _first_by_kernel(logits: "Logits", keys: TokenGrid | None, count: int) -> Tensor:
-    """Return the sum of A_j over the first keys, in another pass in which only these count as the
-    prefix.
+    """Return the sum of A_j over the first keys,
+    in another pass in which only these count as the prefix.
     """
     assert keys is not None
     return logits.statistics(None, keys._replace(prefix=count), False).prefix
@@ -254,8 +254,8 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 @dataclass(frozen=True)
 class _GridRows:
-    """Sums over the keys on the grid, with A normalised over these keys, shape (rows, heads,
-    N_query) each.
+    """Sums over the keys on the grid, with A normalised over these keys,
+    shape (rows, heads, N_query) each.
 
     The largest logit m is subtracted from the logits s_j, so that all sums are accurate for logits
     of any size.
@@ -286,8 +286,8 @@ class _GridRows:
         return self.lse - self.expected
 
     def zero_if_empty(self, values: Tensor) -> Tensor:
-        """Return values of rows, 0 for rows from which all keys are hidden, as in torch's fused
-        attention.
+        """Return values of rows, 0 for rows from which all keys are hidden,
+        as in torch's fused attention.
         """
         return (
             values if self.empty is None else values.masked_fill(self.empty & ~values.isfinite(), 0)
@@ -390,8 +390,8 @@ def _rows_over_grid(
 
 
 def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropy over all keys, and the attention to each class and register token, shaped
-    as ``logits``.
+    """Return the entropy over all keys, and the attention to each class
+    and register token, shaped as ``logits``.
 
     Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid
     the same over the grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is

@@ -60,8 +60,8 @@ WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED, CONVOLVED)
 def attention_stream(
     model: nn.Module, on_attention: Callable[[Attention], HeadEdit | None]
 ) -> Iterator["AttentionStream"]:
-    """Call ``on_attention`` with every attention of the forwards inside the ``with``, in any
-    module.
+    """Call ``on_attention`` with every attention
+    of the forwards inside the ``with``, in any module.
 
     ::
 
@@ -103,16 +103,16 @@ def attention_stream(
 
 
 class AttentionListener:
-    """Listener to the forwards of a model, one at a time. Its methods do nothing: override what you
-    need.
+    """Listener to the forwards of a model, one at a time. Its methods do nothing:
+    override what you need.
     """
 
     may_edit = False
     """True if :meth:`attends` may return edits."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
-        """Return whether to follow a call of ``entry``, the model or a part of it, which may
-        continue a forward.
+        """Return whether to follow a call of ``entry``,
+        the model or a part of it, which may continue a forward.
         """
         return True
 
@@ -168,8 +168,8 @@ class _ShownSoftmax:
     output: Tensor | None = None
 
     def note_copy(self, copy: SeenCopy) -> None:
-        """Note an objection if the model renormalises the output, because its softmax then includes
-        other logits.
+        """Note an objection if the model renormalises the output,
+        because its softmax then includes other logits.
         """
         # transformers and torchtitan do this to apply the logit of a sink (s_aux) to the output of
         # flex_attention.
@@ -307,8 +307,8 @@ class AttentionStream:
         return ()
 
     def ran(self, call: TorchCall, output: Any) -> None:
-        """Verify an attention that was shown before it ran, and note the tensor with which the
-        model goes on.
+        """Verify an attention that was shown before it ran,
+        and note the tensor with which the model goes on.
         """
         shown = self._last
         if shown is None:
@@ -335,8 +335,8 @@ class AttentionStream:
         self.verification.add(layer, difference, odd)
 
     def returned(self, forward: Forward, call: ModuleCall, output: Any) -> None:
-        """Note feature maps and outputs of seams, and describe the attention of layers with whole
-        attention.
+        """Note feature maps and outputs of seams,
+        and describe the attention of layers with whole attention.
         """
         module = call.module
         self._counts.pop(module, None)
@@ -459,8 +459,8 @@ class AttentionStream:
         return [Answer(self._order, self, edit, apply)]
 
     def edit_of(self, layer: nn.Module, x: Tensor) -> HeadEdit | None:
-        """Show the attention of a gated layer for an input before its heads are combined, and
-        return an edit.
+        """Show the attention of a gated layer for an input
+        before its heads are combined, and return an edit.
         """
         forward = self._forwards.followed
         if forward is None or not forward.is_listening() or not self._wants(self._names[layer]):
@@ -490,8 +490,8 @@ class AttentionStream:
         return edit
 
     def _verify_whole(self, forward: Forward, call: ModuleCall, output: Any) -> None:
-        """Compare the whole attention of a layer with its output; show it, unless this was done
-        before for edits.
+        """Compare the whole attention of a layer with its output;
+        show it, unless this was done before for edits.
         """
         layer, name = call.module, self._names[call.module]
         if layer not in self._described:

@@ -1,5 +1,5 @@
-"""Finding the tokens of each attention: where its images, patches, words and class token are, in
-each forward.
+"""Finding the tokens of each attention: where its images,
+patches, words and class token are, in each forward.
 
 What a forward shows only if its pixels are tracked is remembered, by layer and by kind of call.
 """
@@ -66,8 +66,8 @@ class _LayerFacts:
 
 
 class TokenFinder:
-    """Finds the tokens and the images of attentions in the forwards of a model, one forward at a
-    time.
+    """Finds the tokens and the images of attentions
+    in the forwards of a model, one forward at a time.
 
     Attributes:
         maps: Evidence of grids in the forward so far.
@@ -134,8 +134,8 @@ class TokenFinder:
             )
 
     def ends(self) -> None:
-        """Remember that calls of this kind need not be tracked any more, unless images move in
-        them.
+        """Remember that calls of this kind need not be tracked any more,
+        unless images move in them.
         """
         self._tracked.add(self._call)
         if self._moves_images:
@@ -160,8 +160,8 @@ class TokenFinder:
                 self._places.see(image)
 
     def queries_are_words(self, layer: str) -> bool:
-        """Return whether the queries of the attention that torch is computing are known to be
-        words.
+        """Return whether the queries of the attention
+        that torch is computing are known to be words.
         """
         facts = self._facts[self._call, layer]
         if self._places is not None:
@@ -170,8 +170,8 @@ class TokenFinder:
         return facts.queries_are_words
 
     def images_of(self, layer: str, running: Running) -> int | None:
-        """Return the number of images of a layer, of each of which it may get several copies; None
-        if it is unknown.
+        """Return the number of images of a layer,
+        of each of which it may get several copies; None if it is unknown.
         """
         images, facts = self.maps.images, self._facts[self._call, layer]
         # There can be more texts than images.
@@ -193,8 +193,8 @@ class TokenFinder:
         keys: int,
         windows: int,
     ) -> Layout:
-        """Return the layout of a softmax, see :func:`find_layout`, without grids that contradict
-        the tracked places.
+        """Return the layout of a softmax, see :func:`find_layout`,
+        without grids that contradict the tracked places.
         """
         facts = self._facts[self._call, layer]
         layout = find_layout(
@@ -241,8 +241,8 @@ class TokenFinder:
         return replace(attention, is_padded=facts.is_padded)
 
     def number_images(self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]]) -> A:
-        """Return an attention with the numbers of its images in the batch, or the reason why it has
-        no maps.
+        """Return an attention with the numbers of its images in the batch,
+        or the reason why it has no maps.
 
         Args:
             attention: Attention of a layer.
@@ -280,8 +280,8 @@ class TokenFinder:
 
 
 def _objection(places: Places, tokens: Tokens | None, order: Tensor | None) -> str:
-    """Return the reason why tokens are not on a grid in an order of their places; "" if they
-    are.
+    """Return the reason why tokens are not on a grid
+    in an order of their places; "" if they are.
     """
     if tokens is None:
         return ""

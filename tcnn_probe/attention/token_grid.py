@@ -34,8 +34,8 @@ def find_layout(
     queries_are_words: bool = False,
     not_on_grid: str = "",
 ) -> Layout:
-    """Find the tokens of an attention: their grids, order and windows, and the tokens beside the
-    grid.
+    """Find the tokens of an attention: their grids,
+    order and windows, and the tokens beside the grid.
 
     A grid is reported only if there is evidence for it: attributes or inputs of the layer or, if
     each token attends to the whole image, a feature map of this forward. A square number of tokens
@@ -86,8 +86,8 @@ def find_layout(
 
 
 def _find_windows(running: Running) -> Windows | None:
-    """Return the windows of the innermost module that cuts its input into windows; None if no
-    module does.
+    """Return the windows of the innermost module
+    that cuts its input into windows; None if no module does.
     """
     for module, inputs in reversed(running):
         if cut := known(module).windows:
@@ -185,8 +185,8 @@ def _pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -
 
 
 def _units_layout(queries: int, keys: int, windows: int, running: Running) -> Layout | None:
-    """Return the layout of tokens that Hiera orders by mask units; None without units, or if some
-    are left out.
+    """Return the layout of tokens that Hiera orders by mask units;
+    None without units, or if some are left out.
     """
     records = [(known(module).mask_units, module) for module, _ in running]
     stages = [units for find, model in records if find for units in find(model)]
@@ -209,8 +209,8 @@ def _units_layout(queries: int, keys: int, windows: int, running: Running) -> La
 
 
 def _units_side(count: int, windows: int, stages: list[MaskUnits]) -> tuple[Tensor, Windows] | None:
-    """Return the order of the tokens of a window, and the windows; None if no stage has such
-    tokens.
+    """Return the order of the tokens of a window,
+    and the windows; None if no stage has such tokens.
     """
     for units in stages:
         is_unit = windows == 1 or count == prod(map(prod, units.strides))
@@ -234,8 +234,8 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
 
 
 def _no_grid(queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool) -> Layout:
-    """Return a layout without grids, with advice if the tokens of an image all attend to each
-    other.
+    """Return a layout without grids, with advice
+    if the tokens of an image all attend to each other.
     """
     reason = f"{keys} keys: no grid found"
     if maps.is_deep:
@@ -277,8 +277,8 @@ def _is_given_words(running: Running) -> bool:
 
 
 def _aligned(queries: Tokens, keys: Tokens, *, strided: bool) -> tuple[Tokens, Tokens] | None:
-    """Return both grids in cells of the finer one; None if the cells of the coarser grid differ in
-    size.
+    """Return both grids in cells of the finer one;
+    None if the cells of the coarser grid differ in size.
 
     A coarse token is placed at the first pixel of its cell if it is strided, else at the centre of
     the cell.

@@ -1,5 +1,5 @@
-"""Tracking of images and their pixels through a forward, which shows the rows and the order of the
-tokens of attention.
+"""Tracking of images and their pixels through a forward,
+which shows the rows and the order of the tokens of attention.
 
 The number of tokens does not show their order: a masked autoencoder shuffles its tokens, Hiera
 orders them by mask unit, and DETR can have as many object queries as there are cells. So each
@@ -68,8 +68,8 @@ _ROUNDING = 1e-9
 
 
 def objection_to_order(places: Places, tokens: Tokens) -> str:
-    """Return the reason why tokens are not in row-by-row order on a grid; "" if they are, or if it
-    is unknown.
+    """Return the reason why tokens are not in row-by-row order on a grid;
+    "" if they are, or if it is unknown.
 
     Args:
         places: Places of the tokens, shape (N,), those beside the grid first; None if these are
@@ -97,8 +97,8 @@ def objection_to_order(places: Places, tokens: Tokens) -> str:
 
 
 def arrangement_of(places: Places) -> Arrangement | None:
-    """Return the positions of words and patches; None if one kind is missing, or if the patches are
-    not contiguous.
+    """Return the positions of words and patches;
+    None if one kind is missing, or if the patches are not contiguous.
     """
     if places is None or not bool((places < 0).any()) or bool(places.isinf().any()):
         return None
@@ -139,8 +139,8 @@ class View(NamedTuple):
 
 
 def images_of_views(views: Sequence[View], images: int) -> tuple[Sequence[int] | None, str]:
-    """Return the number in the batch of each image of an attention; or None and the reason why it
-    has no maps.
+    """Return the number in the batch of each image of an attention;
+    or None and the reason why it has no maps.
 
     Args:
         views: Views of the rows, which are the windows of all images.
@@ -261,8 +261,8 @@ class PlaceTracker(TorchFunctionMode):
         return self._views_with(self._views_of.of(tensor), len(tensor))
 
     def shows_whole_images(self, inputs: Sequence[Any]) -> bool:
-        """Return whether all rows of a layer's tokens show the same pixels, so that they are no
-        windows.
+        """Return whether all rows of a layer's tokens show the same pixels,
+        so that they are no windows.
         """
         tokens = next((x for x in inputs if isinstance(x, Tensor)), None)
         places = None if tokens is None else self._pixels.of(tokens)
@@ -292,8 +292,8 @@ class PlaceTracker(TorchFunctionMode):
         return [View(-1, False)] * rows
 
     def _views_with(self, numbers: Places, rows: int) -> Sequence[View]:
-        """Return the view of each row, whose number all of the row has, except for what comes from
-        parameters.
+        """Return the view of each row, whose number all of the row has,
+        except for what comes from parameters.
         """
         lost = View(-1, False)
         if numbers is None or not self._views:
@@ -343,8 +343,8 @@ class PlaceTracker(TorchFunctionMode):
 
     @contextmanager
     def _noting_failures(self, function: str) -> Iterator[None]:
-        """Note an error of tracking, which must never end the user's forward, as what then is
-        unknown.
+        """Note an error of tracking, which must never end the user's forward,
+        as what then is unknown.
         """
         try:
             yield
@@ -416,8 +416,8 @@ def _size_of(images: Tensor) -> tuple[int, int] | None:
 
 
 def _is_whole(pixels: Places, row: int, size: tuple[int, int] | None) -> bool:
-    """Return whether a row of (n, C, H, W) shows an image of this size upright and as a whole, as
-    far as is known.
+    """Return whether a row of (n, C, H, W) shows an image
+    of this size upright and as a whole, as far as is known.
     """
     if pixels is None or size is None:
         return True

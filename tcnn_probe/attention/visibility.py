@@ -109,8 +109,8 @@ def find_visibility(attention: "SoftmaxAttention") -> Visibility | None:
 
 
 def _distance(attention: "SoftmaxAttention", visible: Tensor) -> Tensor:
-    """Return the mean distance to visible keys on the grid, (rows, N_query, N_key) -> (rows,
-    N_query).
+    """Return the mean distance to visible keys on the grid,
+    (rows, N_query, N_key) -> (rows, N_query).
     """
     layout, dtype = attention.layout, widest_dtype(attention.device)
     distances = layout.distances(slice(None), dtype, attention.device)

@@ -1,5 +1,5 @@
-"""Maps of the pixels on which a model's decision depends, and measures of how faithful such maps
-are.
+"""Maps of the pixels on which a model's decision depends,
+and measures of how faithful such maps are.
 
 :func:`tcnn_probe.saliency` and :func:`tcnn_probe.faithfulness` return labelled arrays; the
 functions here are their parts, which work on plain tensors.

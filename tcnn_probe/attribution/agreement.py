@@ -9,8 +9,8 @@ __all__ = ["energy_inside", "pointing_game", "rank_correlation"]
 
 
 def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
-    """Compute the share of the positive saliency that lies inside the mask: sum_M max(s, 0) / sum
-    max(s, 0).
+    """Compute the share of the positive saliency that lies inside the mask:
+    sum_M max(s, 0) / sum max(s, 0).
 
     A map without positive saliency is as uninformative as a constant map and gets the same score,
     the mask's share of the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing
@@ -35,8 +35,8 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Test if the most salient pixel lies on the object, as 1 or 0; of several such pixels, take
-    the share that does.
+    """Test if the most salient pixel lies on the object,
+    as 1 or 0; of several such pixels, take the share that does.
 
     A constant map therefore scores the mask's share of the image, as pointing at random does.
     (Zhang et al. 2018, Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance
@@ -66,8 +66,8 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
 
 
 def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
-    """Compute Spearman's correlation over pixels of two maps of each image; equal values share
-    their mean rank.
+    """Compute Spearman's correlation over pixels of two maps of each image;
+    equal values share their mean rank.
 
     Values keep their sign. (Adebayo et al. 2018, Sanity Checks for Saliency Maps, §4.)
 

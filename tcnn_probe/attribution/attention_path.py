@@ -1,5 +1,5 @@
-"""The attentions on the path from the image to a model's output, and which of them run side by
-side.
+"""The attentions on the path from the image to a model's output,
+and which of them run side by side.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -58,8 +58,8 @@ class PathLayer:
 
 
 def attention_path(model: nn.Module, images: Tensor) -> list[PathLayer]:
-    """Find the attentions through which tokens pass one after another from the images to the
-    model's output.
+    """Find the attentions through which tokens pass one
+    after another from the images to the model's output.
 
     The model runs once. Each tensor of this forward carries its sources: the attentions from whose
     results it was computed. So a teacher beside a student, or a tower of text beside one of images,
@@ -148,8 +148,8 @@ class _SourceTracker(TorchFunctionMode):
 
 
 class _PathListener(AttentionListener):
-    """Listener that numbers the attentions of a forward and adds them to the sources of what they
-    return.
+    """Listener that numbers the attentions of a forward
+    and adds them to the sources of what they return.
 
     Attributes:
         layers: The attentions.
@@ -170,8 +170,8 @@ class _PathListener(AttentionListener):
         self.layers.append(PathLayer(attention.name, attention.module, attention.queries, sources))
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Note attentions that a module has run side by side on its input, and sources that were
-        lost in a module.
+        """Note attentions that a module has run side by side on its input,
+        and sources that were lost in a module.
         """
         inputs = call.inputs
         tracker = self._tracker
@@ -205,8 +205,8 @@ class _PathListener(AttentionListener):
 
 
 def _check(forward: _PathListener) -> None:
-    """Raise an error unless each attention on the path follows from all earlier ones, or runs
-    beside the last.
+    """Raise an error unless each attention on the path follows
+    from all earlier ones, or runs beside the last.
     """
     on_path = [number for number, layer in enumerate(forward.layers) if layer.on_path]
     names = [forward.layers[number].layer for number in on_path]

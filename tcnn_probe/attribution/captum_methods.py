@@ -51,8 +51,8 @@ _OURS = {
 
 
 def captum_class(method: Any) -> Any:
-    """Return an attribution class of captum, given the class or its name; None for anything
-    else.
+    """Return an attribution class of captum,
+    given the class or its name; None for anything else.
     """
     if not isinstance(method, (str, type)):
         return None
@@ -76,8 +76,8 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """Sum the attributions of a captum method over channels; a layer's map is interpolated to
-    pixels.
+    """Sum the attributions of a captum method over channels;
+    a layer's map is interpolated to pixels.
 
     Args:
         method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop",
@@ -174,8 +174,8 @@ def captum_maps(
 
 
 def _attribute(cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]) -> Any:
-    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, also
-    after exceptions.
+    """Run a captum method, and remove the attributes
+    that DeepLift and LRP leave on modules, also after exceptions.
     """
     by_gradient = _uses_gradients(cls)
     before = [(module, {*vars(module)}) for module in model.modules()]
@@ -220,8 +220,8 @@ def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape (C, height, width) of the windows and of the steps between them, by captum's
-    names.
+    """Return the shape (C, height, width) of the windows
+    and of the steps between them, by captum's names.
     """
     channels, *size = images.shape[1:]
     if window is None:

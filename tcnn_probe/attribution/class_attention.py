@@ -35,8 +35,8 @@ def class_attention(
     layer: str | nn.Module | None = None,
     interpolation: str = "bilinear",
 ) -> tuple[Tensor, str]:
-    """Average the class token's attention to the patches over heads, without post-processing except
-    interpolation.
+    """Average the class token's attention to the patches over heads,
+    without post-processing except interpolation.
 
     If each class has its own token (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is
     that of the target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4;
@@ -87,8 +87,8 @@ def _choose(
     missing: dict[str, str],
     order: Sequence[str],
 ) -> str:
-    """Return the name of the layer to show, with a warning if later layers should be shown but have
-    no maps.
+    """Return the name of the layer to show,
+    with a warning if later layers should be shown but have no maps.
     """
     if layer is not None:
         if layer not in maps_by_layer:

@@ -1,5 +1,5 @@
-"""Deletion and insertion: the probability of a class while pixels are replaced in the order of
-their saliency.
+"""Deletion and insertion: the probability
+of a class while pixels are replaced in the order of their saliency.
 """
 
 from typing import Literal
@@ -28,8 +28,8 @@ def deletion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are replaced, from the
-    image to the baseline.
+    """Measure the probability of the target while the most salient pixels are replaced,
+    from the image to the baseline.
 
     (Petsiuk et al. 2018, RISE, §3.4 and Alg. 1.)
 
@@ -78,8 +78,8 @@ def insertion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are inserted, starting
-    from a blurred image.
+    """Measure the probability of the target while the most salient pixels are inserted,
+    starting from a blurred image.
 
     RISE blurs by a Gaussian of 11 x 11 pixels with σ = 5, with zeros outside the image; here the
     image is mirrored at its border, and the kernel is no wider than the image allows. (Petsiuk et
@@ -108,15 +108,15 @@ def insertion_curve(
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
-    """Compute the area under curves (B, S + 1) over shares (S + 1,) from 0 to 1 by the trapezoidal
-    rule: (B,).
+    """Compute the area under curves (B, S + 1) over shares (S + 1,)
+    from 0 to 1 by the trapezoidal rule: (B,).
     """
     return torch.trapezoid(curve, shares, dim=-1)
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Return the rank of each pixel in the order of saliency, the most salient first: (B, H, W) to
-    (B, H * W).
+    """Return the rank of each pixel in the order of saliency,
+    the most salient first: (B, H, W) to (B, H * W).
 
     Pixels of equal saliency are in a random order, the same for all images, so that a constant map
     gives this order.

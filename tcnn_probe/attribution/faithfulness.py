@@ -1,5 +1,5 @@
-"""``faithfulness()``: labelled measures of how well maps show the pixels on which a model
-depends.
+"""``faithfulness()``: labelled measures
+of how well maps show the pixels on which a model depends.
 """
 
 import inspect
@@ -153,8 +153,8 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure how well saliency shows the pixels on which a model's score depends, or the position
-    of the object.
+    """Measure how well saliency shows the pixels on which a model's score depends,
+    or the position of the object.
 
     ::
 
@@ -375,8 +375,8 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the maps of a method again, with the order of arguments in which :func:`sensitivity`
-    calls it.
+    """Compute the maps of a method again, with the order
+    of arguments in which :func:`sensitivity` calls it.
     """
     assert attribution.explain is not None
     maps, _layer = attribution.explain(model, images, targets, batch_size)
@@ -416,8 +416,8 @@ def _find_attributions(
 
 
 def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
-    """Return the classes that the user's maps explain, shape (B,), or None if no map has
-    targets.
+    """Return the classes that the user's maps explain,
+    shape (B,), or None if no map has targets.
     """
     known = [
         (attribution.name, attribution.targets)

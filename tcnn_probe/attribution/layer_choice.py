@@ -1,5 +1,5 @@
-"""Choice of the layer to explain: the named layer, or the last layer that returns a map of the
-image.
+"""Choice of the layer to explain: the named layer,
+or the last layer that returns a map of the image.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,8 +62,8 @@ class MapLayer:
 
     @contextmanager
     def as_feature_map(self) -> Iterator[nn.Module]:
-        """Provide a module through which the map (B, C, h, w) passes: a stand-in, if the layer
-        returns tokens.
+        """Provide a module through which the map (B, C, h, w) passes:
+        a stand-in, if the layer returns tokens.
 
         Tokens before and after the grid bypass the stand-in.
         """
@@ -121,8 +121,8 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
 
 
 def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = None) -> MapLayer:
-    """Find the named layer, or the last one with a map of more than one pixel on which the score
-    depends.
+    """Find the named layer, or the last one with a map
+    of more than one pixel on which the score depends.
 
     Such maps are feature maps (B, C, H, W), and tokens, (B, N, C) or (B, H, W, C), if their grid is
     known. After the last block of most vision transformers the score depends only on the class
@@ -166,8 +166,8 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
 
 
 def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of a score in tensors of its forward, None for those on which it does
-    not depend.
+    """Return the gradients of a score in tensors of its forward,
+    None for those on which it does not depend.
     """
     if not score.requires_grad:
         return [None] * len(values)
@@ -191,8 +191,8 @@ def _on_map(values: Tensor, tokens: Tokens | None) -> Tensor:
 
 
 class _Outputs(AttentionListener):
-    """Feature maps and tokens that modules returned in a forward, in their order, and the grids of
-    attention.
+    """Feature maps and tokens that modules returned in a forward,
+    in their order, and the grids of attention.
 
     Args:
         model: Model to listen to.
@@ -233,8 +233,8 @@ class _Outputs(AttentionListener):
         self._grids |= {rows * columns: Tokens(0, rows, columns) for rows, columns in grids}
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Keep feature maps, tokens that a composite module computes from tokens, and the given
-        layer's output.
+        """Keep feature maps, tokens that a composite module computes from tokens,
+        and the given layer's output.
         """
         module, inputs = call
         is_map = self._is_map(output)
@@ -245,8 +245,8 @@ class _Outputs(AttentionListener):
             self.kept.append(_Output(self.names[module], module, output, is_map))
 
     def place_prefixes(self) -> None:
-        """Place special tokens after the grid if the model has them there; attention places all
-        before the grid.
+        """Place special tokens after the grid if the model has them there;
+        attention places all before the grid.
         """
         for count, tokens in self._grids.items():
             arrangement = self.maps.arrange(count)
@@ -285,8 +285,8 @@ class _Outputs(AttentionListener):
         return self.kept[place]
 
     def tokens(self, value: Tensor) -> Tokens | None:
-        """Return the grid of tokens (B, N, C) or (B, H, W, C); None if it is unknown, or for other
-        tensors.
+        """Return the grid of tokens (B, N, C) or (B, H, W, C);
+        None if it is unknown, or for other tensors.
         """
         if not self._are_tokens(value):
             return None

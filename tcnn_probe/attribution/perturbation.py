@@ -28,8 +28,8 @@ def infidelity(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """Average (I · s - (f(x) - f(x_I)))² over random squares I, which are covered in x_I; f is the
-    target's score.
+    """Average (I · s - (f(x) - f(x_I)))² over random squares I,
+    which are covered in x_I; f is the target's score.
 
     I · s is the sum of the saliency s over the square's pixels. Squares have a side of 1 pixel to
     half of the image's shorter side and random positions, and are the same for all images. The
@@ -81,8 +81,8 @@ def sensitivity(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """Find the largest ‖s(x + δ) - s(x)‖ / ‖s(x)‖ over random δ with entries within ± radius; s is
-    the map.
+    """Find the largest ‖s(x + δ) - s(x)‖ / ‖s(x)‖ over random δ
+    with entries within ± radius; s is the map.
 
     The target does not change. The computation is captum's ``sensitivity_max``. (Yeh et al. 2019,
     Definition 3.1.)
@@ -156,8 +156,8 @@ def _shake(noise: Iterator[Tensor], count: int, radius: float, images: Tensor) -
 
 
 def _next(samples: Iterator[Tensor], count: int, images: Tensor) -> Tensor:
-    """Return a sample for each image; captum repeats each of ``count`` images for several samples
-    at a time.
+    """Return a sample for each image; captum repeats each
+    of ``count`` images for several samples at a time.
     """
     return (
         torch.stack([*islice(samples, len(images) // count)])

@@ -1,5 +1,5 @@
-"""Arrays of the image size: maps of cells interpolated to pixels, and backgrounds that replace
-pixels.
+"""Arrays of the image size: maps of cells interpolated to pixels,
+and backgrounds that replace pixels.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ _BLUR = 11, 5.0  # kernel and standard deviation in pixels, as in RISE's publish
 def to_pixels(
     maps: Tensor, size: tuple[int, int], interpolation: str, fields: ReceptiveFields
 ) -> Tensor:
-    """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at
-    least.
+    """Interpolate maps of cells, shape (B, h, w),
+    to the images' resolution: (B, H, W), float32 at least.
 
     A cell lies at the centre of its receptive field. Beyond the outermost cells, their values are
     continued.
@@ -55,8 +55,8 @@ def is_constant(maps: Tensor) -> Tensor:
 
 
 def background(value: Any, images: Tensor) -> Tensor:
-    """Return the background for each of the images (B, C, H, W), from a number, an image, or
-    "blur".
+    """Return the background for each of the images (B, C, H, W),
+    from a number, an image, or "blur".
     """
     if isinstance(value, str):
         if value != "blur":
@@ -73,8 +73,8 @@ def background(value: Any, images: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor) -> Tensor:
-    """Blur images (B, C, H, W), mirrored at the border; the kernel is no wider than the image
-    allows.
+    """Blur images (B, C, H, W), mirrored at the border;
+    the kernel is no wider than the image allows.
     """
     from torchvision.transforms.functional import gaussian_blur
 

@@ -27,8 +27,8 @@ __all__ = ["rollout"]
 def rollout(
     model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear"
 ) -> tuple[Tensor, str]:
-    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer
-    l, mean over heads.
+    """Compute the class token's row of A_L ... A_1;
+    A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
 
     Layers are those on the path from the image to the output: a teacher beside a student, or a
     tower of text, does not count. Parallel layers that add to the same tokens (ViT-S 18x2) are one
@@ -102,8 +102,8 @@ class _Mix:
         self.layers.append(torch.cat(blocks, 1))
 
     def before(self, row: Tensor) -> Tensor:
-        """Return a row of shares of the tokens, (B, N), as shares of the tokens before these
-        layers.
+        """Return a row of shares of the tokens, (B, N),
+        as shares of the tokens before these layers.
         """
         total = torch.zeros_like(row)
         for layer in self.layers:
@@ -125,8 +125,8 @@ class _Mix:
 
 
 class _TokenFlow(AttentionListener):
-    """Attention of the layers so far, through which shares of the input tokens in the class token
-    are followed.
+    """Attention of the layers so far, through which shares
+    of the input tokens in the class token are followed.
     """
 
     def __init__(self, images: int, path: Sequence[PathLayer]) -> None:
@@ -230,8 +230,8 @@ class _TokenFlow(AttentionListener):
         )
 
     def _row_of_gathers(self, tokens: int) -> Tensor:
-        """Return the shares of the tokens, before they are gathered, in a class token that is the
-        only query.
+        """Return the shares of the tokens, before they are gathered,
+        in a class token that is the only query.
         """
         row: Tensor | float = 0.0
         # Share of the class token as it was before the gathers that come later.

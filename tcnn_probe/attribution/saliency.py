@@ -56,8 +56,8 @@ __all__ = [
 ]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Method of the user: a function from model, images (B, C, H, W) and targets (B,) to maps (B, H,
-W).
+"""Method of the user: a function from model,
+images (B, C, H, W) and targets (B,) to maps (B, H, W).
 """
 
 
@@ -160,8 +160,8 @@ def saliency(
     progress: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Show which pixels a model's score for a class depends on, by one method or several, at the
-    images' resolution.
+    """Show which pixels a model's score for a class depends on,
+    by one method or several, at the images' resolution.
 
     ::
 
@@ -283,8 +283,8 @@ def find_targets(
     score: Score | None,
     default: Score,
 ) -> tuple[Tensor, Score]:
-    """Return classes, shape (B,), the user's or the model's prediction, and the score of these
-    classes.
+    """Return classes, shape (B,), the user's or the model's prediction,
+    and the score of these classes.
 
     Raise NoScoreError if there are none: the model gives features, or one number of unknown
     meaning.
@@ -323,8 +323,8 @@ def maps_of(
     batch_size: int,
     done: Callable[[int], Any],
 ) -> tuple[Tensor, str]:
-    """Compute maps of all images, (B, H, W) on the CPU, and the layer's name; the model is in eval
-    mode.
+    """Compute maps of all images, (B, H, W) on the CPU,
+    and the layer's name; the model is in eval mode.
     """
     if attribution.explain is None:
         assert attribution.maps is not None
@@ -340,8 +340,8 @@ def maps_of(
 
 
 def find_methods(method: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Attribution]:
-    """Return the methods for a name, a class of captum or a function, or a list of these; options
-    are by name.
+    """Return the methods for a name, a class of captum or a function,
+    or a list of these; options are by name.
     """
     methods = method
     if (

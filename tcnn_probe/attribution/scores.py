@@ -13,8 +13,8 @@ from tcnn_probe.models import missing_head
 __all__ = ["NoScoreError", "Score", "as_scores", "check_head", "check_score", "scored"]
 
 Score = Literal["softmax", "sigmoid", "logit"]
-"""Probability among the classes, probability of the class by itself (one logit, several labels), or
-the output.
+"""Probability among the classes, probability of the class
+by itself (one logit, several labels), or the output.
 """
 
 
@@ -23,8 +23,8 @@ class NoScoreError(UnsupportedMethodError):
 
 
 def check_score(score: Score | None, classes: int, default: Score) -> Score:
-    """Return the score to use for a model with this number of outputs; None is the default, if
-    there are classes.
+    """Return the score to use for a model with this number of outputs;
+    None is the default, if there are classes.
     """
     if score not in (None, *get_args(Score)):
         raise ValueError(f"expected score= to be one of {get_args(Score)}, got {score!r}")
@@ -55,8 +55,8 @@ def as_scores(logits: Tensor, score: Score) -> Tensor:
 
 @contextmanager
 def scored(model: nn.Module, score: Score) -> Iterator[None]:
-    """Let a model return probabilities inside the ``with``, or its own output if the score is the
-    logit.
+    """Let a model return probabilities inside the ``with``,
+    or its own output if the score is the logit.
     """
     if score == "logit":
         yield

@@ -12,8 +12,8 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Recording of each validation of a run, in ``recording.zarr`` in its folder, with its scalars
-    and settings.
+    """Recording of each validation of a run,
+    in ``recording.zarr`` in its folder, with its scalars and settings.
 
     While a model has no heads, as a CNN before its conversion to a T-CNN, only scalars are
     recorded, and heads as soon as there are any. A model whose heads are replaced by others

@@ -57,8 +57,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(
         self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Mark the step once all sets are evaluated; how many there are is known after the first
-        evaluation.
+        """Mark the step once all sets are evaluated;
+        how many there are is known after the first evaluation.
         """
         # Trainer.evaluate is also called after a training.
         if self.recorder is not None and self._training:

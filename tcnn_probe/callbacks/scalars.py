@@ -19,8 +19,8 @@ def mark_validation(
     metrics: Mapping[str, Any],
     on_mark: Callable[[Recorder], object] | None,
 ) -> None:
-    """Mark a validation; if that fails, mark it without the metrics or leave it out, with a
-    warning.
+    """Mark a validation; if that fails, mark it without the metrics or leave it out,
+    with a warning.
 
     Args:
         recorder: Recorder of the training.
@@ -52,8 +52,8 @@ def warn_of_no_validation(advice: str) -> None:
 
 
 def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str, float]:
-    """Return the metrics that are numbers, under names that a recording can hold: ``val/acc``
-    becomes ``val_acc``.
+    """Return the metrics that are numbers, under names that a recording can hold:
+    ``val/acc`` becomes ``val_acc``.
 
     A name that the recording has itself, such as ``entropy``, becomes ``metric_entropy``, and the
     second of two metrics with one name ends in ``_2``. A warning lists these and what is left out;
@@ -96,8 +96,8 @@ def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str,
 
 
 def _reserved_names() -> set[str]:
-    """Return the names of variables, coordinates and groups of recordings, and of the parameters of
-    ``mark``.
+    """Return the names of variables, coordinates and groups of recordings,
+    and of the parameters of ``mark``.
     """
     names = {"self", "if_marked", "heads", "maps", *COORDINATES, *COUNTS}
     for probe in PROBES.values():

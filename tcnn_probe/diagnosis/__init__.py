@@ -1,5 +1,5 @@
-"""Signs of illness in the recording of a training: :func:`tcnn_probe.health` and its parts, without
-torch.
+"""Signs of illness in the recording of a training:
+:func:`tcnn_probe.health` and its parts, without torch.
 """
 
 from tcnn_probe.diagnosis.findings import Finding, Findings, health

@@ -225,15 +225,15 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
 
 
 def signs_of(attrs: Mapping[Any, Any]) -> Mapping[str, Sign]:
-    """Return the signs to look for in a recording with these attributes: of a training, or of a
-    finished network.
+    """Return the signs to look for in a recording with these attributes:
+    of a training, or of a finished network.
     """
     return FINISHED if attrs.get("finished") else SIGNS
 
 
 def severity(finding: Finding) -> tuple[bool, bool, int, float]:
-    """Return the sort key of a finding: alarms, signs that last, the most serious and the earliest
-    come first.
+    """Return the sort key of a finding: alarms, signs that last,
+    the most serious and the earliest come first.
     """
     return (
         not finding.is_alarm,

@@ -1,5 +1,5 @@
-"""Signs of a finished network, which nobody trains any more: what its heads and tokens are, without
-advice.
+"""Signs of a finished network, which nobody trains any more:
+what its heads and tokens are, without advice.
 """
 
 from collections.abc import Mapping
@@ -178,6 +178,6 @@ FINISHED: Mapping[str, Sign] = {
         ),
     )
 }
-"""Signs by name, for recordings with the attribute "finished", as :func:`tcnn_probe.look` makes
-them.
+"""Signs by name, for recordings with the attribute "finished",
+as :func:`tcnn_probe.look` makes them.
 """

@@ -1,5 +1,5 @@
-"""Signs of illness in a recording: conditions on its variables, with their limits and their
-sources.
+"""Signs of illness in a recording: conditions on its variables,
+with their limits and their sources.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,8 +114,8 @@ class Sign:
 
 
 def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
-    """Compute a quantile of the queries' entropies from their histogram, as a share of uniform
-    attention's entropy.
+    """Compute a quantile of the queries' entropies from their histogram,
+    as a share of uniform attention's entropy.
 
     ::
 
@@ -158,8 +158,8 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
 
 
 def _so_far(values: xr.DataArray, best: np.ufunc) -> xr.DataArray:
-    """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN is
-    ignored.
+    """Return the largest value at earlier marks (np.fmax),
+    or the smallest (np.fmin); NaN is ignored.
     """
     # accumulate() takes the number of an axis instead of its name.
     by_mark = values.transpose("mark", ...)
@@ -187,8 +187,8 @@ def _entropy_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _normalised_entropy(ds: xr.Dataset) -> xr.DataArray:
-    """Return entropies as shares of those of uniform attention; for gated layers, those of the
-    content part.
+    """Return entropies as shares of those of uniform attention;
+    for gated layers, those of the content part.
     """
     share = ds.entropy / ds.uniform_entropy
     if "content_entropy" in ds:

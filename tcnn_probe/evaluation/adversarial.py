@@ -1,5 +1,5 @@
-"""Adversarial images, by small steps of all pixels in the direction that increases the model's
-loss.
+"""Adversarial images, by small steps of all pixels
+in the direction that increases the model's loss.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,8 +32,8 @@ def fgsm(
     epsilon: float = 1 / 255,
     normalization: Normalization | None = None,
 ) -> Tensor:
-    """Take one step of length ε along the sign of the loss's gradient, x + ε sign ∇ₓL(x, y),
-    clipped to [0, 1].
+    """Take one step of length ε along the sign of the loss's gradient,
+    x + ε sign ∇ₓL(x, y), clipped to [0, 1].
 
     This is :func:`pgd` with one step of length ε and no random start. (Goodfellow et al. 2015,
     Explaining and harnessing adversarial examples, §4.)
@@ -72,8 +72,8 @@ def pgd(
     first: int = 0,
     normalization: Normalization | None = None,
 ) -> Tensor:
-    """Attack by projected gradient ascent on the cross-entropy, within ε of each pixel and in [0,
-    1].
+    """Attack by projected gradient ascent on the cross-entropy,
+    within ε of each pixel and in [0, 1].
 
     (Madry et al. 2018, Towards deep learning models resistant to adversarial attacks, §2.1, in the
     L∞ norm.) The attack is untargeted. No pixel changes by more than ε: x ± ε is rounded towards x.
@@ -186,8 +186,8 @@ def as_attacks(
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """Differentiate the cross-entropy with respect to the images, without changing the parameters'
-    gradients.
+    """Differentiate the cross-entropy with respect to the images,
+    without changing the parameters' gradients.
     """
     images = images.detach().requires_grad_()
     scores = classifier(images)
@@ -211,8 +211,8 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest value of each pixel, in [0, 1] and, including rounding, within
-    epsilon of it.
+    """Return the lowest and highest value of each pixel,
+    in [0, 1] and, including rounding, within epsilon of it.
     """
     # x ± ε in the images' dtype may round away from x; such a bound is replaced by its neighbour
     # towards x.
@@ -224,8 +224,8 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
-    """Draw offsets uniformly from [-epsilon, epsilon), float64, with a separate generator for each
-    image.
+    """Draw offsets uniformly from [-epsilon,
+    epsilon), float64, with a separate generator for each image.
     """
     generators = [
         # NumPy's generators are used, because torch's draw different numbers on different devices.

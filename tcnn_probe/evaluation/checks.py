@@ -32,8 +32,8 @@ def check_range(low: float, high: float) -> None:
 
 
 def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
-    """Return images, or pictures for these models, in pixel space: (B, C, H, W), floating point, in
-    [0, 1].
+    """Return images, or pictures for these models,
+    in pixel space: (B, C, H, W), floating point, in [0, 1].
     """
     pictures = as_pictures(images)
     if pictures is not None:
@@ -57,8 +57,8 @@ def as_labels(labels: Any, images: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, classes: int, name: str = "the model") -> None:
-    """Raise ValueError for labels (B,) beyond the model's classes, or (B, K) with another number of
-    classes.
+    """Raise ValueError for labels (B,) beyond the model's classes,
+    or (B, K) with another number of classes.
     """
     if labels.ndim == 2 and labels.shape[1] != classes:
         raise ValueError(

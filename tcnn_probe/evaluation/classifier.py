@@ -21,8 +21,8 @@ Normalization = tuple[float | Sequence[float] | Tensor, float | Sequence[float] 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model, the normalization of its images, the classes among which it predicts (None: all),
-    and its scores.
+    """A model, the normalization of its images,
+    the classes among which it predicts (None: all), and its scores.
 
     The score is "sigmoid" if each output is the log-odds of its class by itself; a single output is
     then that of class 1 against class 0. Else outputs are logits of a softmax.
@@ -36,8 +36,8 @@ class Classifier:
     score: str | None = None
 
     def place(self, images: Tensor) -> Tensor:
-        """Copy images to the model's device, in float32 at least: the steps of attacks vanish in
-        half precision.
+        """Copy images to the model's device, in float32 at least:
+        the steps of attacks vanish in half precision.
         """
         device = self._reference(images).device if self.device is None else self.device
         return images.detach().to(
@@ -77,8 +77,8 @@ class Classifier:
         return scores.softmax(1).amax(1)
 
     def _reference(self, images: Tensor) -> Tensor:
-        """Return a tensor with the dtype and device that the model takes: one of the model's, or
-        else the images.
+        """Return a tensor with the dtype and device that the model takes:
+        one of the model's, or else the images.
         """
         tensor = floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
         if tensor is not None and tensor.is_meta:  # it is offloaded between forwards
@@ -137,8 +137,8 @@ def as_classifier(
 
 @contextmanager
 def restored(*models: Model) -> Iterator[None]:
-    """Run modules in eval mode, outside of inference mode and hidden from recorders; restore them
-    afterwards.
+    """Run modules in eval mode, outside of inference mode
+    and hidden from recorders; restore them afterwards.
     """
     with ExitStack() as stack:
         for model in models:

@@ -107,8 +107,8 @@ def corrupt(
 
 
 def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState:
-    """Return the generator of an image: a ``RandomState``, whose numbers are the same in every
-    version of NumPy.
+    """Return the generator of an image: a ``RandomState``,
+    whose numbers are the same in every version of NumPy.
     """
     place = list(CORRUPTIONS).index(corruption.name)
     # Each corruption and image has its own random numbers, which do not depend on the batch or the

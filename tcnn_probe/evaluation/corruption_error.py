@@ -1,5 +1,5 @@
-"""Corruption errors of ImageNet-C, relative to those of a baseline or to AlexNet's published
-errors; without torch.
+"""Corruption errors of ImageNet-C, relative to those
+of a baseline or to AlexNet's published errors; without torch.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,14 @@ ALEXNET_ERRORS = {
     # From the accuracy that torchvision reports for its weights; the paper prints 43.5 %.
     "clean": 0.434780,
 }
-"""AlexNet's mean error over severities 1 to 5 of each corruption of ImageNet-C
-(github.com/hendrycks/robustness).
+"""AlexNet's mean error over severities 1 to 5 of each corruption
+of ImageNet-C (github.com/hendrycks/robustness).
 """
 
 
 def mean_corruption_error(ds: xr.Dataset, baseline: str | Mapping[str, float]) -> xr.Dataset:
-    """Compute corruption errors relative to those of a baseline, and their mean, the mCE, as ratios
-    (papers: per cent).
+    """Compute corruption errors relative to those of a baseline,
+    and their mean, the mCE, as ratios (papers: per cent).
 
     With the error rates E of model f at corruption c and severity s, averaged over seeds:
 
@@ -114,8 +114,8 @@ def mean_corruption_error(ds: xr.Dataset, baseline: str | Mapping[str, float]) -
 
 
 def _published(errors: xr.DataArray, published: Mapping[str, float]) -> dict[str, xr.DataArray]:
-    """Return published errors summed over severities, (corruption), and relative errors if there is
-    a clean error.
+    """Return published errors summed over severities,
+    (corruption), and relative errors if there is a clean error.
     """
     # Sums over severities are compared, so with other severities models would seem to differ from
     # the published one.

@@ -1,5 +1,5 @@
-"""Comparison of models by their decisions: disagreement, McNemar's test, calibration; without
-torch.
+"""Comparison of models by their decisions:
+disagreement, McNemar's test, calibration; without torch.
 """
 
 import numpy as np
@@ -73,8 +73,8 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
 
 
 def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
-    """Test whether two models are right equally often on the same images, with McNemar's exact
-    test.
+    """Test whether two models are right equally often on the same images,
+    with McNemar's exact test.
 
     ::
 

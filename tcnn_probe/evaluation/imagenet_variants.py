@@ -31,8 +31,8 @@ _CLASSES = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """A test set for :func:`tcnn_probe.evaluation.robustness`; your own needs only a name and
-    batches.
+    """A test set for :func:`tcnn_probe.evaluation.robustness`;
+    your own needs only a name and batches.
 
     Attributes:
         name: Label of the test set in the results.
@@ -57,8 +57,8 @@ def imagenet_variant(
     corruption: str | None = None,
     severity: int | None = None,
 ) -> Variant:
-    """Open a published variant of ImageNet's validation set on disk, for
-    :func:`tcnn_probe.evaluation.robustness`.
+    """Open a published variant of ImageNet's validation set on disk,
+    for :func:`tcnn_probe.evaluation.robustness`.
 
     The folder ``root`` contains
 
@@ -203,8 +203,8 @@ def _samples_by_class(folder: Path, classes: dict[str, int], name: str) -> list[
 
 
 def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
-    """List images of the validation set with all right classes (ImageNet-ReaL), if they have
-    any.
+    """List images of the validation set with all right classes (ImageNet-ReaL),
+    if they have any.
     """
     labels_by_number = json.loads(_read_timm_info("imagenet_real_labels.json"))
     labels = {
@@ -230,8 +230,8 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
 
 
 def _transform(model: nn.Module | None, size: int | tuple[int, int] | None, uncropped: bool) -> Any:
-    """Create timm's transform from a PIL image to a tensor (3, H, W) in [0, 1], uncropped or as
-    configured.
+    """Create timm's transform from a PIL image to a tensor (3, H, W) in [0,
+    1], uncropped or as configured.
     """
     from timm.data import create_transform, resolve_data_config
 

@@ -1,5 +1,5 @@
-"""Confidence intervals with the stated coverage for means over images, or over trainings and
-images.
+"""Confidence intervals with the stated coverage for means over images,
+or over trainings and images.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ that for the normal distribution at 0.945 to 0.95.
 
 
 def scipy_stats() -> Any:
-    """Return the module scipy.stats, which takes a while to import; raise ModuleNotFoundError
-    without SciPy.
+    """Return the module scipy.stats, which takes a while to import;
+    raise ModuleNotFoundError without SciPy.
     """
     with needed_for("an interval or a test"):
         return import_module("scipy.stats")
@@ -35,8 +35,8 @@ def mean_interval(
     *,
     confidence: float = 0.95,
 ) -> xr.DataArray:
-    """Compute a confidence interval for the mean along a dimension, or along several crossed
-    dimensions.
+    """Compute a confidence interval for the mean along a dimension,
+    or along several crossed dimensions.
 
     The type of interval depends on the values:
 
@@ -156,8 +156,8 @@ def _corrected_for_skewness(values: NDArray[np.float64], quantile: float) -> NDA
 
 
 def _means_by_label(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Average the known values of each label of an axis; labels without known values are left
-    out.
+    """Average the known values of each label of an axis;
+    labels without known values are left out.
     """
     rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     rows = rows[~np.isnan(rows).all(1)]

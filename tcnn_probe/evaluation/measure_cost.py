@@ -57,8 +57,8 @@ def cost(
     training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure the cost of models on their devices, in their precision, and with the current number
-    of threads.
+    """Measure the cost of models on their devices,
+    in their precision, and with the current number of threads.
 
     ::
 
@@ -167,8 +167,8 @@ def _forward(model: nn.Module, images: Tensor) -> float:
 
 
 def _training_step(model: nn.Module, images: Tensor) -> float:
-    """Time a forward in training mode and its backward, in seconds; restore random numbers and
-    buffers.
+    """Time a forward in training mode and its backward,
+    in seconds; restore random numbers and buffers.
     """
     # Batch norms update their statistics in place, so functional_call gets copies of the buffers.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -210,8 +210,8 @@ def _peak(model: nn.Module, images: Tensor) -> int:
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Peak size in bytes of all live storages that operators allocate, which torch does not count
-    on a CPU.
+    """Peak size in bytes of all live storages that operators allocate,
+    which torch does not count on a CPU.
     """
 
     def __init__(self, uncounted: list[Tensor]) -> None:

@@ -40,8 +40,8 @@ def imagenet_c(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Classify the published images of ImageNet-C, and record each decision as :func:`robustness`
-    does.
+    """Classify the published images of ImageNet-C,
+    and record each decision as :func:`robustness` does.
 
     ::
 

@@ -1,5 +1,5 @@
-"""``robustness()``: the decisions of models on corrupted, attacked and other images, as a
-dataset.
+"""``robustness()``: the decisions of models on corrupted,
+attacked and other images, as a dataset.
 """
 
 import json
@@ -64,8 +64,8 @@ def robustness(
     score: Literal["softmax", "sigmoid"] = "softmax",
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Classify clean, corrupted and attacked images, and images of other test sets; record each
-    decision.
+    """Classify clean, corrupted and attacked images,
+    and images of other test sets; record each decision.
 
     ::
 
@@ -191,8 +191,8 @@ class _Measurement:
     normalized: dict[str, Any] = field(default_factory=dict)
 
     def passes(self) -> int:
-        """Count the passes of an image through a model; conditions that are not random run once for
-        all seeds.
+        """Count the passes of an image through a model;
+        conditions that are not random run once for all seeds.
         """
         random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(
             self.severities
@@ -201,8 +201,8 @@ class _Measurement:
         return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
 
     def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
-        """Return predictions and confidences, clean and perturbed, (model, ..., B), and the labels,
-        (B,).
+        """Return predictions and confidences, clean and perturbed,
+        (model, ..., B), and the labels, (B,).
         """
         if labels.ndim != 1:
             raise ValueError("expected one label for each image, (B,); only variants have several")
@@ -310,8 +310,8 @@ class _Measurement:
 
     @torch.no_grad()
     def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
-        """Return each model's best class, (model, B), -1 where a score is NaN; and its
-        probability.
+        """Return each model's best class, (model, B),
+        -1 where a score is NaN; and its probability.
         """
         predictions, confidences = [], []
         for name, classifier in classifiers.items():
@@ -345,8 +345,8 @@ def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
 
 
 def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
-    """Compare predictions (model, B) with labels (B,), or with the set of labels of each image,
-    bool (B, K).
+    """Compare predictions (model, B) with labels (B,),
+    or with the set of labels of each image, bool (B, K).
     """
     if labels.ndim == 1:
         return predictions == labels
@@ -380,8 +380,8 @@ def _as_variants(variants: Any) -> tuple[Variant, ...]:
 def _as_batches(
     images: Any, labels: Any, batch_size: int, models: Mapping[str, Model]
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
-    """Return an iterator over checked batches of images and labels, and their number, or None if it
-    is unknown.
+    """Return an iterator over checked batches of images and labels,
+    and their number, or None if it is unknown.
     """
     pictures = as_pictures(images)
     if pictures is not None or isinstance(images, Tensor | np.ndarray):

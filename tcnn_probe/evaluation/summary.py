@@ -1,5 +1,5 @@
-"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset, and their summaries in papers;
-without torch.
+"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset,
+and their summaries in papers; without torch.
 """
 
 from collections.abc import Mapping
@@ -118,8 +118,8 @@ def as_dataset(
 def _means(
     name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str
 ) -> dict[str, Any]:
-    """Describe the share of right answers and its binomial standard error for a number of
-    images.
+    """Describe the share of right answers and its binomial standard error
+    for a number of images.
     """
     attrs = {
         "long_name": f"accuracy {subject}",
@@ -144,8 +144,8 @@ def improvement(
     *,
     relative: bool = True,
 ) -> xr.Dataset:
-    """Compare each model's accuracy with a baseline's: ``accuracy / baseline's - 1`` (T-CNN paper,
-    Fig. 3).
+    """Compare each model's accuracy with a baseline's:
+    ``accuracy / baseline's - 1`` (T-CNN paper, Fig. 3).
 
     Args:
         results: Results of :func:`tcnn_probe.evaluation.robustness`.
@@ -206,8 +206,8 @@ def improvement(
 
 
 def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[Any]:
-    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) for the
-    same images.
+    """Return Fieller's interval for mean(answers) / mean(baseline) - 1,
+    of two arrays (N,) for the same images.
 
     It contains each ratio q for which a t test finds the mean of ``answers - q baseline``
     compatible with 0. If answers are right or wrong, two images are added, as in Bonett and Price's
@@ -235,8 +235,8 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
 
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
-    """Return the share of right answers for each image, (model, by, image) or (model, image); see
-    `improvement`.
+    """Return the share of right answers for each image,
+    (model, by, image) or (model, image); see `improvement`.
     """
     name = f"{prefix_of(by)}correct"
     check_results(results, name)
@@ -249,8 +249,8 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
 
 
 def prefix_of(by: str | None) -> str:
-    """Return the prefix of the variables with this coordinate: "clean_", "" or "adversarial_"; see
-    `improvement`.
+    """Return the prefix of the variables with this coordinate:
+    "clean_", "" or "adversarial_"; see `improvement`.
     """
     if by not in _PREFIXES:
         raise ValueError(f"expected by to be one of {', '.join(map(repr, _PREFIXES))}, got {by!r}")
@@ -258,8 +258,8 @@ def prefix_of(by: str | None) -> str:
 
 
 def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
-    """Average over all dimensions but ``by``, "model" and "image", with groups in published order:
-    (..., by, image).
+    """Average over all dimensions but ``by``, "model" and "image",
+    with groups in published order: (..., by, image).
     """
     if by is not None and by not in values.coords:
         raise ValueError(
@@ -280,8 +280,8 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
 
 
 def check_results(results: object, *names: str) -> None:
-    """Raise unless the results are a Dataset (not one of its variables) with all of the
-    variables.
+    """Raise unless the results are a Dataset (not one of its variables)
+    with all of the variables.
     """
     if not isinstance(results, xr.Dataset):
         got = type(results).__name__

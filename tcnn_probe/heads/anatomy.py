@@ -1,5 +1,5 @@
-"""The anatomy of a head: the parts of its attention that follow from offset, position and content,
-in nat.
+"""The anatomy of a head: the parts of its attention
+that follow from offset, position and content, in nat.
 
 The selectivity of a head is its information over uniform attention U, mean log K - mean H(A) for K
 visible keys. A chain of distributions splits it into parts that add up: T, the convolution that is
@@ -27,8 +27,8 @@ _TINY = np.finfo(np.float64).tiny
 
 
 class Convolution(NamedTuple):
-    """The convolution T inside each head: T_i(j) = kernel(offset from i to j) / normaliser of query
-    i.
+    """The convolution T inside each head: T_i(j) = kernel(offset from i to j) / normaliser
+    of query i.
 
     Args:
         kernel: Shape (heads, offsets), up to a factor of each head; 0 at offsets without attention.
@@ -74,8 +74,8 @@ def nearest_convolution(
 
 
 def nearest_prefix(mean: Array, on_grid: NDArray[np.bool_], seen: NDArray[np.bool_]) -> Convolution:
-    """Fit the attention P nearest to a mean M that is even over the grid: a convolution whose
-    offsets are all alike.
+    """Fit the attention P nearest to a mean M that is even over the grid:
+    a convolution whose offsets are all alike.
 
     Args:
         mean: M, shape (heads, queries, keys).
@@ -106,8 +106,8 @@ def convolution_inside(
     rounds: int = 30,
     tolerance: float = 1e-7,
 ) -> Convolution:
-    """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i), by iterative
-    scaling.
+    """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i),
+    by iterative scaling.
 
     At the minimum T has the masses of M. With normalisers Z = kernel @ pairs this says that the
     kernel is masses / sum_i weights_i pairs_i / Z_i, which is iterated. The cross entropy decreases
@@ -154,8 +154,8 @@ def convolution_inside(
 def _newton(
     masses: Array, pairs: Array, weights: Array, start: Array, tolerance: float
 ) -> tuple[Array, Array]:
-    """Return the kernel and the cross entropy of a head, by Newton's method in the logarithms of
-    the normalisers Z.
+    """Return the kernel and the cross entropy of a head,
+    by Newton's method in the logarithms of the normalisers Z.
 
     The cross entropy is, for the best kernel given Z, convex in -log Z: the sum over queries of
     weights log Z plus the sum over offsets of masses log(share / masses), where share = sum_i

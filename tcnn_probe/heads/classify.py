@@ -232,8 +232,8 @@ def _choose_rule(ds: xr.Dataset, by: By, former_options: Mapping[str, Any]) -> R
 
 
 def _with_class_queries(ds: xr.Dataset) -> xr.Dataset:
-    """Fill in selectivity and content where class tokens are the only queries; these share what
-    stands out.
+    """Fill in selectivity and content where class tokens are the only queries;
+    these share what stands out.
     """
     if "class_selectivity" not in ds or "class_content_information" not in ds:
         return ds
@@ -248,8 +248,8 @@ def _with_class_queries(ds: xr.Dataset) -> xr.Dataset:
 
 
 def _least_selectivity(ds: xr.Dataset) -> np.ndarray:
-    """Return the selectivity below which a head averages; a mean over the real cells of GPSA leaves
-    out the padding.
+    """Return the selectivity below which a head averages;
+    a mean over the real cells of GPSA leaves out the padding.
     """
     like, even = ds.selectivity, ds.uniform_entropy
     real = ds.get("uniform_content_entropy", even).fillna(even)
@@ -258,8 +258,8 @@ def _least_selectivity(ds: xr.Dataset) -> np.ndarray:
 
 
 def _on_prefix(ds: xr.Dataset, name: str) -> Any:
-    """Return numbers of class and register tokens; 0 for recordings that lack them, of an earlier
-    version.
+    """Return numbers of class and register tokens;
+    0 for recordings that lack them, of an earlier version.
     """
     if name not in ds:
         return 0.0
@@ -267,8 +267,8 @@ def _on_prefix(ds: xr.Dataset, name: str) -> Any:
 
 
 def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
-    """Return the types of the two halves of the images; None if their differences were not
-    recorded.
+    """Return the types of the two halves of the images;
+    None if their differences were not recorded.
     """
     names = [f"{part}_halves" for part in PARTS]
     if not {*names} <= {*ds.data_vars}:
@@ -288,8 +288,8 @@ def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
 
 
 def _about_images(ds: xr.Dataset, rule: Rule) -> dict[str, str]:
-    """Say from how many images types are, and in which layers their number limits content
-    information.
+    """Say from how many images types are, and in
+    which layers their number limits content information.
     """
     if rule != "parts" or not np.isfinite(ds.images).any():
         return {}

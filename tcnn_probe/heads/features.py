@@ -1,5 +1,5 @@
-"""Numbers of a recording on which types of heads depend, on common axes, and the reasons why some
-are missing.
+"""Numbers of a recording on which types of heads depend,
+on common axes, and the reasons why some are missing.
 """
 
 import json
@@ -120,8 +120,8 @@ def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
 
 
 def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
-    """Load the variables that a rule requires, with the dims (marks, "layer", "head"); raise if one
-    is missing.
+    """Load the variables that a rule requires,
+    with the dims (marks, "layer", "head"); raise if one is missing.
     """
     names = [name.split(" ")[0] for name in _FEATURES[rule]]
     required = [*names, "uniform_entropy", *(["images"] if rule != "gate" else [])]

@@ -1,5 +1,5 @@
-"""The rule of types before attention was recorded in parts: thresholds, or a mixture of Gaussians.
-Deprecated.
+"""The rule of types before attention was recorded in parts:
+thresholds, or a mixture of Gaussians. Deprecated.
 """
 
 import warnings
@@ -69,8 +69,8 @@ def former_types(
     equivariance: np.ndarray,
     thresholds: Thresholds,
 ) -> np.ndarray:
-    """Classify heads by shares of log keys, of the entropy and distance of uniform attention, and
-    equivariance.
+    """Classify heads by shares of log keys,
+    of the entropy and distance of uniform attention, and equivariance.
     """
     static = information <= thresholds.information[0]
     dynamic = information >= thresholds.information[1]
@@ -89,8 +89,8 @@ def former_types(
 
 
 def fit_mixture(points: np.ndarray, *, seed: int = 0) -> "tuple[GaussianMixture, list[float]]":
-    """Fit one to three Gaussians, as many as BIC selects. Deprecated: use scikit-learn's
-    GaussianMixture.
+    """Fit one to three Gaussians, as many as BIC selects. Deprecated:
+    use scikit-learn's GaussianMixture.
 
     Args:
         points: Finite points, shape (n, F), n >= 1.
@@ -136,8 +136,8 @@ def _fit(points: np.ndarray, seed: int) -> "tuple[GaussianMixture, list[float]]"
 
 
 def types_by_mixture(points: np.ndarray, thresholds: Thresholds, seed: int) -> np.ndarray:
-    """Return the types of the means of the most probable components; "" where a feature is not
-    finite.
+    """Return the types of the means of the most probable components;
+    "" where a feature is not finite.
     """
     finite = np.isfinite(points).all(-1)
     labels = np.full(finite.shape, "", dtype=object)

@@ -1,5 +1,5 @@
-"""Measures of a head's mean attention over images: its dependence on content, and its similarity to
-a convolution.
+"""Measures of a head's mean attention over images:
+its dependence on content, and its similarity to a convolution.
 
 The functions take plain arrays and return one number per head, in float64.
 """
@@ -49,8 +49,8 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray)
 
 
 def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:
-    """Compute the share of a static pattern that depends only on the offset from query to key, as
-    in a convolution.
+    """Compute the share of a static pattern
+    that depends only on the offset from query to key, as in a convolution.
 
     This is the share of the variance that the means over pairs of equal offset explain, corrected
     for chance: 1 - [W / (n - g)] / [T / (n - 1)], for n pairs of query and key with g different

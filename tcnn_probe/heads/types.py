@@ -1,5 +1,5 @@
-"""Types of heads by the largest part of their attention's information, or by their gate, on plain
-arrays.
+"""Types of heads by the largest part of their attention's information,
+or by their gate, on plain arrays.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ PARTS = (
 )
 """Variables that add up to the selectivity of a head."""
 PREFIX = "prefix_information"
-"""Part of offset information that is no convolution: attention that class and register tokens
-receive alike always.
+"""Part of offset information that is no convolution:
+attention that class and register tokens receive alike always.
 """
 
 AVERAGING = 0.05
-"""Selectivity below which a head averages, as a share of log keys: it attends to at least N^0.95 of
-N keys.
+"""Selectivity below which a head averages,
+as a share of log keys: it attends to at least N^0.95 of N keys.
 """
 
 CONCENTRATED = 0.75
-"""Largest entropy of a convolutional head's positional part, as a share of that of uniform
-attention.
+"""Largest entropy of a convolutional head's positional part,
+as a share of that of uniform attention.
 
 On a grid of 81 pixels this is the entropy of uniform attention to 27 pixels.
 """

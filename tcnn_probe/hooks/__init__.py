@@ -1,3 +1,3 @@
-"""Following a forward of a user's model without changing it, with hooks, function modes and
-dispatch modes.
+"""Following a forward of a user's model without changing it,
+with hooks, function modes and dispatch modes.
 """

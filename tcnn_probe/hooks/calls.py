@@ -1,5 +1,5 @@
-"""Following the calls of a module, separately in each thread, with hooks that have no effect in
-copies of it.
+"""Following the calls of a module, separately in each thread,
+with hooks that have no effect in copies of it.
 """
 
 import sys
@@ -60,15 +60,15 @@ class Call:
         self.scope.close()
 
     def goes_on(self) -> bool:
-        """Return whether the call is neither over nor interrupted, or still has modes to leave at
-        its end.
+        """Return whether the call is neither over nor interrupted,
+        or still has modes to leave at its end.
         """
         return (not self.over or self.scope.has_modes) and is_running(self.frame)
 
 
 def without_nested(*values: Any) -> list[Any]:
-    """Return inputs or outputs of a module, None in place of nested tensors, whose shapes cannot be
-    read.
+    """Return inputs or outputs of a module,
+    None in place of nested tensors, whose shapes cannot be read.
     """
     # One guard for all values, because hooks of all modules call this.
     with DisableTorchFunction():
@@ -81,8 +81,8 @@ C = TypeVar("C", bound=Call)
 
 
 class Calls(Generic[C]):
-    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; a nested call
-    belongs to the outer one.
+    """Follows the calls of a module between :meth:`attach` and :meth:`detach`;
+    a nested call belongs to the outer one.
 
     Torch runs no hooks after a ``KeyboardInterrupt`` or ``SystemExit``. A call that ends in this
     way is cleaned up by the module's next call in the same thread, or by :meth:`detach`.
@@ -127,8 +127,8 @@ class Calls(Generic[C]):
         self._handles.append(add_hook(self.module, self._end, after=True, always=True))
 
     def detach(self) -> None:
-        """Remove the hooks, as soon as calls that still run in other threads have ended. This may
-        be repeated.
+        """Remove the hooks, as soon as calls that still run
+        in other threads have ended. This may be repeated.
 
         If such a call ends by an exception after which torch runs no hooks (SystemExit), the
         module's next call removes them.
@@ -222,8 +222,8 @@ class Calls(Generic[C]):
 
 
 class CopySafeHook:
-    """Hook that has no effect in a copy or pickle of its module, and removes itself when it is
-    called there.
+    """Hook that has no effect in a copy or pickle of its module,
+    and removes itself when it is called there.
     """
 
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
@@ -234,8 +234,8 @@ class CopySafeHook:
 
     @property
     def __name__(self) -> str:
-        """No name: torch.jit.script asks for it before it compiles the hooks of a module, which
-        these cannot be.
+        """No name: torch.jit.script asks for it before it compiles the hooks of a module,
+        which these cannot be.
         """
         raise AttributeError(
             "torch.jit.script compiles the hooks of a model, and tcnn_probe's cannot be compiled: "
@@ -279,8 +279,8 @@ class _CompiledAway(CopySafeHook):
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
-    """Return a hook without effect for a copy, and reserve its number, so that no new hook of this
-    process gets it.
+    """Return a hook without effect for a copy, and reserve its number,
+    so that no new hook of this process gets it.
     """
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
     hook = kind(None)
@@ -297,8 +297,8 @@ def add_hook(
     always: bool = False,
     compiled: bool = False,
 ) -> RemovableHandle:
-    """Call ``act(module, args, kwargs)`` before a module is called, or ``act(module, args, kwargs,
-    output)`` after it.
+    """Call ``act(module, args, kwargs)`` before a module is called,
+    or ``act(module, args, kwargs, output)`` after it.
 
     Args:
         module: Module to hook.
@@ -322,8 +322,8 @@ def add_hook(
 
 @contextmanager
 def balanced_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove hooks that the code inside leaves on a model when Ctrl-C interrupts it, even while it
-    removes hooks.
+    """Remove hooks that the code inside leaves on a model
+    when Ctrl-C interrupts it, even while it removes hooks.
     """
     before = [(hooks, set(hooks)) for module in model.modules() for hooks in hook_tables(module)]
     try:
@@ -348,8 +348,8 @@ def is_running(frame: FrameType) -> bool:
 
 
 def outermost_call(modules: Container[nn.Module], frame: FrameType | None) -> FrameType | None:
-    """Return the outermost frame, from ``frame`` outwards, in which torch calls one of the
-    modules.
+    """Return the outermost frame, from ``frame`` outwards,
+    in which torch calls one of the modules.
     """
     outermost = None
     while (frame := innermost_call(frame)) is not None:
@@ -360,8 +360,8 @@ def outermost_call(modules: Container[nn.Module], frame: FrameType | None) -> Fr
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module (the
-    frame's ``self``).
+    """Return the innermost frame, from ``frame`` outwards,
+    in which torch calls a module (the frame's ``self``).
     """
     while frame is not None and not _calls_a_module(frame):
         frame = frame.f_back

@@ -1,5 +1,5 @@
-"""Running compiled code eagerly while a forward is followed, because hooks and function modes see
-nothing in graphs.
+"""Running compiled code eagerly while a forward is followed,
+because hooks and function modes see nothing in graphs.
 """
 
 import sys
@@ -51,8 +51,8 @@ _STANCES: list[Any] = []
 
 
 class Eagerness:
-    """Runs functions and modules that torch.compile has compiled eagerly in this thread, until
-    :meth:`close`.
+    """Runs functions and modules that torch.compile has compiled eagerly in this thread,
+    until :meth:`close`.
 
     If Ctrl-C interrupts this, compiled code may run eagerly until the next followed forward ends.
     """
@@ -102,8 +102,8 @@ def _apply() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper of torch.compile, or was compiled in place, or by its
-    forward.
+    """Return whether a module is a wrapper of torch.compile,
+    or was compiled in place, or by its forward.
     """
     return (
         COMPILED_MODULE in module._modules
@@ -113,8 +113,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def never_compiled_alone(function: Function) -> Function:
-    """Mark a function that torch.compile does not compile by itself, but traces as a part of its
-    caller.
+    """Mark a function that torch.compile does not compile by itself,
+    but traces as a part of its caller.
     """
     # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256
     # times. With torch.compiler.disable it would break graphs that flex_attention requires to be
@@ -124,8 +124,8 @@ def never_compiled_alone(function: Function) -> Function:
 
 
 def never_compiled(function: Function) -> Function:
-    """Mark a function that torch.compile compiles neither by itself nor what it calls, and that it
-    never traces.
+    """Mark a function that torch.compile compiles neither
+    by itself nor what it calls, and that it never traces.
     """
     # torch.compiler.disable takes 5 us for each call, and hooks of all modules call such functions.
     set_code_exec_strategy(function.__code__, _SKIP_WITH_CALLEES)
@@ -134,8 +134,8 @@ def never_compiled(function: Function) -> Function:
 
 @never_compiled_alone
 def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function that compiled code has called; if it opens an :class:`Eagerness`, its caller
-    goes on eagerly.
+    """Run a function that compiled code has called;
+    if it opens an :class:`Eagerness`, its caller goes on eagerly.
     """
     # torch.compile runs hooks of whole models outside of its graphs, with this callback on, by
     # which it would compile the model's forward next. The function that torch.compile returns

@@ -1,5 +1,5 @@
-"""Following the forwards of a model: their beginning and end, the modules that run, and the calls
-of torch in them.
+"""Following the forwards of a model: their beginning and end,
+the modules that run, and the calls of torch in them.
 
 A forward is a call of the model, or successive calls of its parts from outside, as in
 ``model.forward_features(x)``, until a part that has run is called again. Permanent hooks are on the
@@ -85,13 +85,13 @@ class Listener(Protocol):
         """Handle the call of a module, before it runs, with its positional inputs."""
 
     def asked(self, forward: "Forward", request: Seen) -> Sequence[Answer]:
-        """Handle a call of torch in the innermost running module, and return edits of its
-        output.
+        """Handle a call of torch in the innermost running module,
+        and return edits of its output.
         """
 
     def ran(self, call: TorchCall, output: Any) -> None:
-        """Handle the output of the call of torch about which :meth:`asked` was called last, and its
-        edited output.
+        """Handle the output of the call of torch about
+        which :meth:`asked` was called last, and its edited output.
         """
 
     def returned(self, forward: "Forward", call: ModuleCall, output: Any) -> None:
@@ -157,8 +157,8 @@ class Forwards(Calls["Forward"]):
         return self._followed
 
     def follows(self, module: nn.Module) -> bool:
-        """Return False in hidden code, and for a shallow copy, which has the hooks but does not
-        belong to the model.
+        """Return False in hidden code, and for a shallow copy,
+        which has the hooks but does not belong to the model.
         """
         return module in self._names and hidden_depth() == self._depth
 
@@ -185,8 +185,8 @@ class Forwards(Calls["Forward"]):
         call.follow(self._names, self._listener)
 
     def _continues(self, call: "Forward") -> bool:
-        """Return whether a call belongs to the forward of the previous call, and note it as a part
-        of its forward.
+        """Return whether a call belongs to the forward of the previous call,
+        and note it as a part of its forward.
         """
         entry, sequence = call.module, self._sequence
         is_whole = self._names[entry] == ""
@@ -270,8 +270,8 @@ class _Sequence:
 
 @dataclass(eq=False)
 class Forward(Call):
-    """A call of the model or of a part of it; if it is followed, it has the stack of running
-    modules.
+    """A call of the model or of a part of it;
+    if it is followed, it has the stack of running modules.
     """
 
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
@@ -285,8 +285,8 @@ class Forward(Call):
 
     @property
     def running(self) -> Running:
-        """The running modules, without an innermost nn.Softmax or nn.Dropout, which belongs to the
-        module around it.
+        """The running modules, without an innermost nn.Softmax or nn.Dropout,
+        which belongs to the module around it.
         """
         end = len(self._stack)
         while end > 1 and isinstance(self._stack[end - 1].module, (nn.Softmax, nn.Dropout)):
@@ -316,8 +316,8 @@ class Forward(Call):
         self.leave()
 
     def leave(self) -> None:
-        """Stop notifying the listener of modules and calls of torch; the call goes on until its end
-        is handled.
+        """Stop notifying the listener of modules and calls of torch;
+        the call goes on until its end is handled.
         """
         self._is_closed = True
         while self._handles:
@@ -410,8 +410,8 @@ class Forward(Call):
         )
 
     def _is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to the model, or has weights and runs inside the model's
-        forward.
+        """Return whether a module belongs to the model,
+        or has weights and runs inside the model's forward.
         """
         if not self.is_listening():
             return False

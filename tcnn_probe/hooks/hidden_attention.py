@@ -1,5 +1,5 @@
-"""Attention that cannot be measured where it runs: in graphs, which have no layers, and under
-function transforms.
+"""Attention that cannot be measured where it runs: in graphs,
+which have no layers, and under function transforms.
 """
 
 import re
@@ -27,8 +27,8 @@ def is_graph_operator(func: Callable[..., Any]) -> bool:
 
 
 def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return why attention inside a call of a graph operator cannot be measured; "" if there is
-    none.
+    """Return why attention inside a call of a graph operator cannot be measured;
+    "" if there is none.
     """
     if isinstance(func, OpOverload):
         # Attention has an axis of heads or images beside its matrix; class scores do not.

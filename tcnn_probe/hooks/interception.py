@@ -131,8 +131,8 @@ class SeenOperand:
         return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
-        """Return whether an operand is this softmax or, with ``heads``, may be it after dropout or
-        mixing of heads.
+        """Return whether an operand is this softmax or,
+        with ``heads``, may be it after dropout or mixing of heads.
         """
         # An attention sink is an extra logit whose column is cut off; the remaining view has the
         # same address.
@@ -164,8 +164,8 @@ class SeenCopy:
     output: weakref.ref[Tensor]
 
     def scales_rows_of(self, tensor: Tensor) -> bool:
-        """Return whether the output is this tensor with each row multiplied or divided by a factor
-        of that row.
+        """Return whether the output is this tensor
+        with each row multiplied or divided by a factor of that row.
         """
         rows = tensor.numel() // tensor.shape[-1]
         return any(
@@ -233,8 +233,8 @@ class TorchCall:
         return _multihead_arguments(*self.args, **self.kwargs)
 
     def _run_unprojected(self) -> Tensor:
-        """Run multi-head attention without the projection of its heads, and return these, (B,
-        heads, N_query, d).
+        """Run multi-head attention without the projection of its heads,
+        and return these, (B, heads, N_query, d).
         """
         arguments = {**self._arguments}
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
@@ -300,8 +300,8 @@ class TorchCall:
             return _why_unreadable(self.args, self.kwargs)
 
     def describe(self) -> "Seen | None":
-        """Describe the call as attention, product, scaling or concatenation; None if it is none of
-        them.
+        """Describe the call as attention, product,
+        scaling or concatenation; None if it is none of them.
         """
         return describe(self.func, self.output, self.args, self.kwargs)
 
@@ -349,19 +349,19 @@ class Observer(Protocol):
         """Return whether this may answer the call of torch that is about to run."""
 
     def sees(self, call: TorchCall) -> Sequence[Answer]:
-        """Handle a call of torch, and return edits of its heads. Multi-head attention may run only
-        afterwards.
+        """Handle a call of torch, and return edits
+        of its heads. Multi-head attention may run only afterwards.
         """
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
-        """Handle the output, with the edits of all listeners, of a call that is edited or had not
-        run before.
+        """Handle the output, with the edits of all listeners,
+        of a call that is edited or had not run before.
         """
 
 
 class Interception(TorchFunctionMode):
-    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to
-    observers.
+    """Mode that passes every attention, matrix product,
+    scaling and concatenation of tokens to observers.
     """
 
     def __init__(self) -> None:
@@ -381,8 +381,8 @@ class Interception(TorchFunctionMode):
             self.__enter__()
 
     def leave(self, observer: Observer) -> bool:
-        """Remove an observer, and leave the mode with the last one; return False if the mode stays
-        on without any.
+        """Remove an observer, and leave the mode with the last one;
+        return False if the mode stays on without any.
         """
         with suppress(ValueError):
             self._observers.remove(observer)
@@ -427,8 +427,8 @@ class Interception(TorchFunctionMode):
 def describe(
     func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Seen | None:
-    """Describe a torch call as attention, product, scaled tensor or concatenated tokens; None if it
-    is none of them.
+    """Describe a torch call as attention, product,
+    scaled tensor or concatenated tokens; None if it is none of them.
     """
     describe_call = _describer(func)
     return None if describe_call is None else describe_call(output, *args, **kwargs)
@@ -467,8 +467,8 @@ def _fused(
 
 
 def _repeat_for_groups(x: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys or values of grouped-query attention, each of which serves several query heads,
-    for every head.
+    """Repeat keys or values of grouped-query attention,
+    each of which serves several query heads, for every head.
     """
     groups = query.shape[-3] // x.shape[-3]
     return x if groups == 1 else x.repeat_interleave(groups, -3)
@@ -500,8 +500,8 @@ def _multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
 def _multihead(
     output: tuple[Tensor, Tensor | None] | None, *args: Any, **kwargs: Any
 ) -> SeenAttention:
-    """Describe torch's multi-head attention by repeating its projections; tokens come first, (N, B,
-    d).
+    """Describe torch's multi-head attention by repeating its projections;
+    tokens come first, (N, B, d).
     """
     arguments = SimpleNamespace(**_multihead_arguments(*args, **kwargs))
     has_dropout = arguments.training and arguments.dropout_p > 0
@@ -663,8 +663,8 @@ FUSED: Mapping[Any, Callable[..., SeenAttention]] = {
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
 }
-"""Fused functions, which compute attention times values, with the functions that describe their
-calls.
+"""Fused functions, which compute attention times values,
+with the functions that describe their calls.
 """
 
 # A mode sees the function that the model calls but not the functions inside it. So each alias needs
@@ -685,8 +685,8 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
-    """Return the function that describes calls of a torch function; None if these are not
-    needed.
+    """Return the function that describes calls of a torch function;
+    None if these are not needed.
     """
     if (describe_call := _DESCRIBE.get(func)) is not None:
         return describe_call
@@ -725,8 +725,8 @@ def _graph_operator(
 
 
 def _why_unreadable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why the arguments of a call cannot be read: "" if it is only traced; None if they
-    can.
+    """Return why the arguments of a call cannot be read:
+    "" if it is only traced; None if they can.
     """
     if is_function_transformed():  # which hides the images, or wraps them in other tensors
         return "it attends under torch.vmap or another transform of torch.func"

@@ -67,8 +67,8 @@ class _UnknownError(Exception):
 def read_kernel(
     func: Any, output: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> KernelCall | str | None:
-    """Read a call; return a reason if the call cannot be interpreted, or None if it is not
-    attention.
+    """Read a call; return a reason if the call cannot be interpreted,
+    or None if it is not attention.
 
     Args:
         func: Operator, see :func:`is_kernel`.
@@ -81,8 +81,8 @@ def read_kernel(
     values |= dict(zip(names, args, strict=False)) | kwargs
 
     def take(*spellings: str) -> Any:
-        """Return the argument that has one of these names, and count it as known; None if there is
-        none.
+        """Return the argument that has one of these names,
+        and count it as known; None if there is none.
         """
         present = [values.pop(name) for name in spellings if name in values]
         return present[0] if present else None
@@ -140,8 +140,8 @@ def read_kernel(
 
 
 def _by_head(x: Tensor, ends: Tensor | None, longest: int | None) -> Tensor:
-    """Return tokens (B, N, heads, d), or B packed sequences of equal length, as (B, heads, N,
-    d).
+    """Return tokens (B, N, heads, d), or B packed sequences of equal length,
+    as (B, heads, N, d).
     """
     if ends is not None:
         sequences = ends.numel() - 1
@@ -169,8 +169,8 @@ def _visible(
     behind: int | None,
     is_aligned: bool,
 ) -> Tensor | None:
-    """Return a mask (N_query, N_key), True where a query may attend to a key; None if all may
-    attend to all.
+    """Return a mask (N_query, N_key), True where a query may attend to a key;
+    None if all may attend to all.
     """
     if before is None and behind is None:
         return None

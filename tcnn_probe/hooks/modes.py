@@ -79,8 +79,8 @@ def hidden_from_recorders() -> Iterator[None]:
 
 
 def hidden_depth() -> int:
-    """Return how many :func:`hidden_from_recorders` are active here; in autograd's threads, the
-    maximum anywhere.
+    """Return how many :func:`hidden_from_recorders` are active here;
+    in autograd's threads, the maximum anywhere.
     """
     if not _DEPTHS:  # nothing is hidden anywhere, which is found out much faster than the rest
         return 0
@@ -107,8 +107,8 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 @contextmanager
 def balanced_modes() -> Iterator[None]:
-    """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a
-    mode was entered.
+    """Leave all modes that the code inside leaves on,
+    for example when Ctrl-C comes just after a mode was entered.
     """
     before = _get_current_function_mode_stack()
     count = _len_torch_dispatch_stack()
@@ -149,8 +149,8 @@ class _Curtain(TorchFunctionMode):
 
 
 def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> Result:
-    """Call a function with these function modes only, even where torch functions are hidden from
-    all modes.
+    """Call a function with these function modes only,
+    even where torch functions are hidden from all modes.
     """
     entered: list[TorchFunctionMode] = []
     curtain = _Curtain()
@@ -169,15 +169,15 @@ def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> R
 
 
 def is_function_transformed() -> bool:
-    """Return whether a function runs under torch.vmap, torch.func.grad or another transform of
-    torch.func.
+    """Return whether a function runs under torch.vmap,
+    torch.func.grad or another transform of torch.func.
     """
     return peek_interpreter_stack() is not None
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value is a nested tensor, whose images have different sizes, so that it has
-    no shape.
+    """Return whether a value is a nested tensor,
+    whose images have different sizes, so that it has no shape.
     """
     # Reading a property of a tensor is a call of a torch function, which the user's modes must not
     # see.
@@ -186,8 +186,8 @@ def is_nested(value: Any) -> bool:
 
 
 def is_transformed(inputs: Sequence[Any]) -> bool:
-    """Return whether a call is a recomputation of checkpointing, or is traced or transformed by
-    torch.
+    """Return whether a call is a recomputation of checkpointing,
+    or is traced or transformed by torch.
     """
     if _current_graph_task_id() != -1:  # in a backward pass
         return True
@@ -205,8 +205,8 @@ def is_transformed(inputs: Sequence[Any]) -> bool:
 
 
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
-    """Return all values inside of values, which may be nested in tuples, dictionaries and other
-    containers.
+    """Return all values inside of values, which may be nested in tuples,
+    dictionaries and other containers.
     """
     # torch's function is slow, and few functions and models take containers.
     if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in values):

@@ -1,5 +1,5 @@
-"""The private names of torch (2.8 to 2.15) that tcnn_probe uses, with the reasons why no public
-ones will do.
+"""The private names of torch (2.8 to 2.15) that tcnn_probe uses,
+with the reasons why no public ones will do.
 
 No other file of tcnn_probe uses a private name of torch, so this is the file to read when torch has
 moved one; tests/tcnn_probe/hooks/test_private_torch.py says what each of them does.
@@ -108,15 +108,15 @@ UNCOMPILED_FUNCTION = "_torchdynamo_orig_callable"
 
 
 def eager_switch() -> Any:
-    """Return the switch of torch 2.15 whose ``depth`` makes compiled code run eagerly in this
-    thread, or None.
+    """Return the switch of torch 2.15 whose ``depth`` makes compiled code run eagerly
+    in this thread, or None.
     """
     return getattr(torch._dynamo.eval_frame, "_force_eager_nested_compile", None)
 
 
 def count_compiled_frames() -> int:
-    """Return how many frames a call with fullgraph=True has compiled so far; -1 without it, and
-    before torch 2.15.
+    """Return how many frames a call with fullgraph=True has compiled so far;
+    -1 without it, and before torch 2.15.
     """
     eval_frame: ModuleType = torch._C._dynamo.eval_frame
     exchange_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
@@ -128,8 +128,8 @@ def count_compiled_frames() -> int:
 
 
 def getitem_as_index() -> Any:
-    """Return the mode in which vmap can map ``bias[query, key]``, which flex_attention enters for
-    users' functions.
+    """Return the mode in which vmap can map ``bias[query,
+    key]``, which flex_attention enters for users' functions.
     """
     # The import is local, because torch.compile's modules take a second to import unless
     # flex_attention has run.
@@ -139,8 +139,8 @@ def getitem_as_index() -> Any:
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Return torch's tables of a module's hooks and of their options, by number; a copied hook has
-    no handle.
+    """Return torch's tables of a module's hooks and of their options,
+    by number; a copied hook has no handle.
     """
     return [
         module._forward_pre_hooks,

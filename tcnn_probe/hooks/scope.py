@@ -1,5 +1,5 @@
-"""What is on while a module is called: the mode that sees calls of torch, other modes, and eager
-execution.
+"""What is on while a module is called: the mode that sees calls of torch,
+other modes, and eager execution.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ __all__ = ["Scope"]
 
 
 class Scope:
-    """Function modes that are on, and compiled code that runs eagerly, from :meth:`open` to
-    :meth:`close`.
+    """Function modes that are on, and compiled code that runs eagerly,
+    from :meth:`open` to :meth:`close`.
 
     Torch runs no hooks after Ctrl-C, so a scope can stay open until the next forward of its thread,
     or the end of the ``with``. Whatever switches something off for the time of a forward, a mode or
@@ -35,8 +35,8 @@ class Scope:
         observer: Observer | None = None,
         modes: Sequence[TorchFunctionMode] = (),
     ) -> None:
-        """Run compiled parts of a module eagerly, tell an observer of calls of torch, and enter
-        modes.
+        """Run compiled parts of a module eagerly,
+        tell an observer of calls of torch, and enter modes.
 
         The mode that is entered last sees a call first, so that modes have seen a call before the
         observer is told.

@@ -1,5 +1,5 @@
-"""The logits of flex_attention: products of queries and keys that are changed by the user's
-function and masked.
+"""The logits of flex_attention: products of queries
+and keys that are changed by the user's function and masked.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ _AXES = (
 
 @dataclass(frozen=True)
 class ScoreModification:
-    """The change that flex_attention makes to scaled products of queries and keys, computed for a
-    block of them.
+    """The change that flex_attention makes to scaled products
+    of queries and keys, computed for a block of them.
 
     Torch's eager flex_attention maps the two functions in the same way, but over all products at
     once.
@@ -49,8 +49,8 @@ class ScoreModification:
     keys: Tensor
 
     def __call__(self, scores: Tensor, rows: slice, queries: slice, keys: slice) -> Tensor:
-        """Return the logits of a block, shape (rows, heads, queries, keys); minus infinity where a
-        key is hidden.
+        """Return the logits of a block, shape (rows, heads, queries, keys);
+        minus infinity where a key is hidden.
 
         Args:
             scores: Scaled products of the block's queries and keys.

@@ -42,8 +42,8 @@ def ablate(
     radius: float | None = None,
     queries: Literal["patches"] | None = None,
 ) -> "Ablation":
-    """Ablate heads of a model, from this call to the end of a ``with`` statement or to
-    :meth:`Ablation.remove`.
+    """Ablate heads of a model, from this call to the end
+    of a ``with`` statement or to :meth:`Ablation.remove`.
 
     ::
 
@@ -182,8 +182,8 @@ def ablate(
 
 
 class Ablation:
-    """Handle of :func:`ablate`, which is active at once, and again when it is entered after its
-    end.
+    """Handle of :func:`ablate`, which is active at once,
+    and again when it is entered after its end.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class Ablation:
 
     @property
     def heads(self) -> dict[str, tuple[int, ...]]:
-        """Ablated heads by layer; if a layer does not state its number of heads, they are known
-        once it has run.
+        """Ablated heads by layer; if a layer does not state its number of heads,
+        they are known once it has run.
         """
         heads: dict[str, set[int]] = {}
         for entry in self._ablated:

@@ -1,5 +1,5 @@
-"""The kinds of ablation, one class each, which define how attention of a layer and its gates are
-edited.
+"""The kinds of ablation, one class each,
+which define how attention of a layer and its gates are edited.
 """
 
 import copy
@@ -50,8 +50,8 @@ Heads = tuple[int, ...] | slice
 
 
 class Ablated(HeadListener):
-    """Ablated heads of one layer: the base class of all kinds, which define their edit in
-    :meth:`edit`.
+    """Ablated heads of one layer: the base class of all kinds,
+    which define their edit in :meth:`edit`.
 
     Args:
         pattern: Name or glob that selected the layer.
@@ -67,8 +67,8 @@ class Ablated(HeadListener):
     """
 
     takes_images: ClassVar[bool] = False
-    """Whether the kind needs given images, over which the result of :meth:`new_reference` collects
-    statistics.
+    """Whether the kind needs given images, over which the result
+    of :meth:`new_reference` collects statistics.
     """
 
     reference: ReferenceStatistics | None = None
@@ -146,8 +146,8 @@ class Ablated(HeadListener):
         return () if self.count is None else self.among(self.count)
 
     def expects(self, attention: Attention) -> bool:
-        """Return whether an attention of the layer is the one whose heads are ablated, and can be
-        ablated.
+        """Return whether an attention of the layer is the one whose heads are ablated,
+        and can be ablated.
         """
         if self.number not in (None, attention.number):
             return False
@@ -175,8 +175,8 @@ class Ablated(HeadListener):
         return replace(edit, queries=places.is_patch)
 
     def returned(self, call: LayerCall, output: Any) -> None:
-        """Raise an error if the call that ends could not be edited, or computed no attention to
-        edit.
+        """Raise an error if the call that ends could not be edited,
+        or computed no attention to edit.
         """
         # Only at the end of a call is it known whether its softmaxes weighted any values.
         if call.objection:
@@ -203,8 +203,8 @@ class AveragedOverQueries(Ablated):
     """Heads whose output is replaced by its mean over the queries."""
 
     def expects(self, attention: Attention) -> bool:
-        """Return whether there are several queries; raise an error if the user named a layer with a
-        single one.
+        """Return whether there are several queries;
+        raise an error if the user named a layer with a single one.
         """
         if not super().expects(attention) or attention.queries > 1:
             return attention.queries > 1
@@ -221,8 +221,8 @@ class AveragedOverQueries(Ablated):
 
 
 class GatesForced(Ablated):
-    """Heads whose gates are 1 ("positional") or 0 ("content"), of GPSA layers and of timm's
-    ConViT.
+    """Heads whose gates are 1 ("positional") or 0 ("content"),
+    of GPSA layers and of timm's ConViT.
     """
 
     GATES: ClassVar[Mapping[str, float]] = {"positional": 1.0, "content": 0.0}
@@ -246,22 +246,22 @@ class GatesForced(Ablated):
 
 
 class GivenAttention(Ablated):
-    """Heads with the mean attention over given images ("static") or the attention of another image
-    ("shuffled").
+    """Heads with the mean attention over given images ("static")
+    or the attention of another image ("shuffled").
     """
 
     takes_images = True
     reference: AttentionReference
 
     def new_reference(self, seed: int | None) -> AttentionReference:
-        """Return a reference that keeps the mean attention, or the attention of each image for
-        another image.
+        """Return a reference that keeps the mean attention,
+        or the attention of each image for another image.
         """
         return AttentionReference(shuffled=self.mode == "shuffled", seed=seed)
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return an edit with the attention of the given images; collect it while they pass through
-        the model.
+        """Return an edit with the attention of the given images;
+        collect it while they pass through the model.
         """
         if self.reference.is_finished:
             return HeadEdit(
@@ -277,8 +277,8 @@ class GivenAttention(Ablated):
 
 
 class OnPatches(Ablated):
-    """Heads in which the queries of patches get another attention; class and register tokens keep
-    theirs.
+    """Heads in which the queries of patches get another attention;
+    class and register tokens keep theirs.
     """
 
     grids: GridFinder
@@ -297,8 +297,8 @@ class OnPatches(Ablated):
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor | None:
-        """Return the new attention, (images or 1, windows, heads, N_query, N_key); None to change
-        nothing.
+        """Return the new attention, (images or 1, windows, heads, N_query, N_key);
+        None to change nothing.
         """
         raise NotImplementedError
 
@@ -326,8 +326,8 @@ class Uniform(OnPatches):
 
 
 class Local(OnPatches):
-    """Heads that attend only to keys within a radius ("local") or only to those beyond it
-    ("distant").
+    """Heads that attend only to keys within a radius ("local")
+    or only to those beyond it ("distant").
     """
 
     def weights(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> Tensor:
@@ -356,8 +356,8 @@ class StaticOnPatches(OnPatches):
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor | None:
-        """Return the attention that follows from the mean; collect it while the given images
-        pass.
+        """Return the attention that follows from the mean;
+        collect it while the given images pass.
         """
         if self.reference.is_finished:
             static = self.reference.attention_for(attention, heads, self.layer)
@@ -381,8 +381,8 @@ class StaticOnPatches(OnPatches):
         heads: Sequence[int],
         places: TokenPlaces,
     ) -> Tensor:
-        """Return the attention that follows from the reference, (1, windows, heads, N_query,
-        N_key).
+        """Return the attention that follows from the reference,
+        (1, windows, heads, N_query, N_key).
         """
         return static
 
@@ -403,8 +403,8 @@ class Convolutional(StaticOnPatches):
 
 
 class Salient(StaticOnPatches):
-    """Heads with their mean attention times a factor of each key, the same for all queries of an
-    image.
+    """Heads with their mean attention times a factor of each key,
+    the same for all queries of an image.
     """
 
     def follow(
@@ -439,8 +439,8 @@ class AveragedOverImages(Ablated):
         return HeadEdit(heads) if self.reference.is_finished else None
 
     def add_terms(self, call: LayerCall, output: Tensor) -> Tensor:
-        """Add the mean terms of the heads that are zero; a later ablation may edit some of the
-        heads instead.
+        """Add the mean terms of the heads that are zero;
+        a later ablation may edit some of the heads instead.
         """
         for number, heads in call.heads_of(self).items():
             places = [self.indices.index(head) for head in heads]
@@ -489,8 +489,8 @@ class Replaced(Ablated):
 
 
 def use_grids(model: nn.Module, ablated: Sequence[Ablated], queries: str | None) -> None:
-    """Let kinds that depend on the grid find it, or all kinds if only ``queries="patches"`` are
-    ablated.
+    """Let kinds that depend on the grid find it,
+    or all kinds if only ``queries="patches"`` are ablated.
 
     Raises:
         ValueError: ``queries`` has another value, or a kind edits all queries at once.
@@ -530,8 +530,8 @@ _KINDS: Mapping[str, type[Ablated]] = {
 
 
 def _check_reconstruction(attention: Attention) -> None:
-    """Raise if a rebuilt attention, which is to be replaced, is not the one that the layer
-    computed.
+    """Raise if a rebuilt attention, which is to be replaced,
+    is not the one that the layer computed.
     """
     compared = attention.discrepancy(None) if attention.gate is None else None
     if compared is None:

@@ -1,5 +1,5 @@
-"""Terms that heads add to the output of their layer, measured by running a copy of the layer
-without other heads.
+"""Terms that heads add to the output of their layer,
+measured by running a copy of the layer without other heads.
 """
 
 from collections import OrderedDict
@@ -35,8 +35,8 @@ __all__ = ["Terms", "frozen_copy"]
 
 @dataclass
 class Terms:
-    """Terms that heads add to the output of their layer in a call: in eval mode, with constant
-    parameters, unrecorded.
+    """Terms that heads add to the output of their layer in a call:
+    in eval mode, with constant parameters, unrecorded.
 
     Args:
         module: The layer.
@@ -54,8 +54,8 @@ class Terms:
     gates: Sequence[HeadListener] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
-        """Return the term of each group of heads, in the shape of the output, with images along the
-        first axis.
+        """Return the term of each group of heads,
+        in the shape of the output, with images along the first axis.
         """
         without_heads = self._run(only=())
         # Without any heads, the output still has biases and residual inputs, which belong to no
@@ -82,8 +82,8 @@ class Terms:
             )
 
     def _run(self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()) -> Tensor:
-        """Return the layer's output with ``only`` some of its heads (None for all), and ``without``
-        others.
+        """Return the layer's output with ``only`` some
+        of its heads (None for all), and ``without`` others.
         """
         twin = frozen_copy(self.module)
         vars(twin).update(
@@ -113,8 +113,8 @@ class _GatesOnly(HeadListener):
 
 
 class _ZeroOthers(HeadListener):
-    """Listener that sets all heads of one attention to zero except ``only`` some, and those in
-    ``without``.
+    """Listener that sets all heads of one attention to zero except ``only`` some,
+    and those in ``without``.
     """
 
     def __init__(self, number: int, only: Sequence[int] | None, without: Sequence[int]) -> None:
@@ -133,8 +133,8 @@ class _ZeroOthers(HeadListener):
 
 
 def frozen_copy(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Return a copy in eval mode with constants for parameters, which shares their memory, but not
-    its attributes.
+    """Return a copy in eval mode with constants for parameters,
+    which shares their memory, but not its attributes.
     """
     copies = {} if copies is None else copies
     # The wrapper of torch.compile calls the module that was compiled, not a copy of it.
@@ -176,8 +176,8 @@ def frozen_copy(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
 
 
 def _bound_to_copy(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
-    """Return an attribute of a module for its copy: accelerate and torch.compile set ``forward`` to
-    such methods.
+    """Return an attribute of a module for its copy:
+    accelerate and torch.compile set ``forward`` to such methods.
     """
     value = getattr(value, UNCOMPILED_FUNCTION, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):

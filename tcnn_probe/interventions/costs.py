@@ -1,5 +1,5 @@
-"""``head_costs()``: what each part of every head's attention causes, by ablating one head after the
-other.
+"""``head_costs()``: what each part of every head's attention causes,
+by ablating one head after the other.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ def head_costs(
     path: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> xr.DataArray:
-    """Measure the cost of every head at every rung of the ladder of :func:`ablate`, one head at a
-    time.
+    """Measure the cost of every head at every rung
+    of the ladder of :func:`ablate`, one head at a time.
 
     ::
 
@@ -129,15 +129,15 @@ def head_costs(
 
 
 def _name_of(metric: Any) -> str:
-    """Return a name by which a metric is recognised; that of classes, which belong to the batches,
-    is one for all.
+    """Return a name by which a metric is recognised;
+    that of classes, which belong to the batches, is one for all.
     """
     return getattr(metric, "__qualname__", type(metric).__name__)
 
 
 def _ablated_output(rungs: Rungs, entry: Ablated, head: int, images: Tensor) -> Any | None:
-    """Return the output of the model without a head; None if the layer cannot be ablated in this
-    mode.
+    """Return the output of the model without a head;
+    None if the layer cannot be ablated in this mode.
     """
     single = entry.fresh()
     single.heads = (head,)
@@ -226,8 +226,8 @@ class _Results:
 
 
 def _digest_of(rungs: Rungs, batches: list[Batch], options: Collection[Any]) -> str:
-    """Return a hash of what costs depend on: model, heads, modes, images and their targets,
-    references and options.
+    """Return a hash of what costs depend on: model, heads,
+    modes, images and their targets, references and options.
     """
     heads = [(entry.mode, entry.layer, *entry.indices) for entry in rungs.all]
     digest = hashlib.sha256(json.dumps([heads, [*map(str, options)]]).encode())

@@ -1,5 +1,5 @@
-"""Forwards of a model whose heads are edited, and those over given images in which statistics are
-collected.
+"""Forwards of a model whose heads are edited,
+and those over given images in which statistics are collected.
 """
 
 import warnings
@@ -24,8 +24,8 @@ __all__ = ["ModelCalls", "collect_references", "edited_model"]
 
 
 class ModelCalls(Calls[Call]):
-    """Forwards of the whole model, in which compiled parts run uncompiled, because compiled code
-    ignores hooks.
+    """Forwards of the whole model, in which compiled parts run uncompiled,
+    because compiled code ignores hooks.
     """
 
     has_run = False

@@ -44,8 +44,8 @@ class Batch:
 
 
 def as_measure(measure: Any) -> tuple[Measure | None, Tensor | None]:
-    """Return the function of outputs and targets that is measured, and classes of all images if
-    these are given.
+    """Return the function of outputs and targets that is measured,
+    and classes of all images if these are given.
 
     Args:
         measure: None, a function (output, target) -> (B,), or the classes of all images, for their
@@ -101,8 +101,8 @@ def _classes_of(classes: Tensor, rows: slice) -> Tensor:
 
 
 def reread(images: Any) -> Any:
-    """Return images that can be read several times: a list of a loader's batches, and anything else
-    as it is.
+    """Return images that can be read several times:
+    a list of a loader's batches, and anything else as it is.
     """
     is_kept = isinstance(images, Tensor | np.ndarray | Mapping | Sequence)
     return images if is_kept or not isinstance(images, Iterable) else list(images)

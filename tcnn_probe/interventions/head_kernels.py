@@ -33,8 +33,8 @@ _FRACTIONS = "offsets between queries and keys are no whole numbers of patches"
 
 
 def head_kernels(model: nn.Module, images: GivenImages, heads: HeadSelection = None) -> xr.Dataset:
-    """Fit the kernels of the convolutions inside heads, for :func:`tcnn_model.convolve` and to look
-    at.
+    """Fit the kernels of the convolutions inside heads,
+    for :func:`tcnn_model.convolve` and to look at.
 
     ::
 

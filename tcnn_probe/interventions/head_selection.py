@@ -1,5 +1,5 @@
-"""Parsing of ``heads=`` of :func:`tcnn_probe.ablate`: names or globs, a mapping, or a boolean
-DataArray.
+"""Parsing of ``heads=`` of :func:`tcnn_probe.ablate`:
+names or globs, a mapping, or a boolean DataArray.
 """
 
 import reprlib
@@ -78,8 +78,8 @@ def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
 
 
 def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
-    """Yield layers, and the heads at which a boolean array over (layer, head) is True, at the last
-    of several marks.
+    """Yield layers, and the heads at which a boolean array over (layer, head) is True,
+    at the last of several marks.
     """
     if array.dtype != bool:
         raise TypeError(
@@ -129,8 +129,8 @@ def _ablated_layers(
     mode: Mode,
     kind: type[Ablated],
 ) -> Iterator[Ablated]:
-    """Yield the ablated heads of each layer that a name or glob selects, or of all layers that
-    support the mode.
+    """Yield the ablated heads of each layer that a name or glob selects,
+    or of all layers that support the mode.
     """
     attention = _attention_layers(modules)
     name, number = _split(pattern, modules)
@@ -180,8 +180,8 @@ def _known_count(module: nn.Module) -> int | None:
 
 
 def _split(pattern: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
-    """Split a name from the number of the layer's attention: "attn#1" is the second attention of
-    each call.
+    """Split a name from the number of the layer's attention:
+    "attn#1" is the second attention of each call.
     """
     if pattern is not None and not isinstance(pattern, str):
         raise TypeError(

@@ -1,5 +1,5 @@
-"""``head_importance()``: what each part of every head's attention contributes, to first order, in
-one backward pass.
+"""``head_importance()``: what each part of every head's attention contributes,
+to first order, in one backward pass.
 
 If the output o of a head becomes that of a rung, o + d, then a loss changes by <dL/do, d> to first
 order, and the model's output by J d. The gradients dL/do of all heads come from one backward pass,
@@ -54,8 +54,8 @@ def head_importance(
     batch_size: int = 16,
     progress: bool | None = None,
 ) -> xr.DataArray:
-    """Estimate the cost of every head at every rung of the ladder of :func:`ablate`, to first
-    order.
+    """Estimate the cost of every head at every rung
+    of the ladder of :func:`ablate`, to first order.
 
     ::
 
@@ -138,8 +138,8 @@ def _changes(rungs: Rungs, batch: Batch, measure: Measure) -> np.ndarray:
 def _squares(
     rungs: Rungs, batch: Batch, directions: int, generator: torch.Generator, bar: Any
 ) -> np.ndarray:
-    """Return the mean over random directions r of the square of <r, J d>, (modes, layers, heads,
-    B).
+    """Return the mean over random directions r of the square of <r,
+    J d>, (modes, layers, heads, B).
     """
     with _Watches(rungs, batch) as watches:
         outputs = outputs_of(watches.output, len(batch.images))
@@ -192,8 +192,8 @@ class _Watches:
         del self.output
 
     def changes(self, total: Tensor, *, is_last: bool = True) -> np.ndarray:
-        """Return <gradient of a sum over images, d> of all heads and modes, (modes, layers, heads,
-        B).
+        """Return <gradient of a sum over images,
+        d> of all heads and modes, (modes, layers, heads, B).
         """
         self._table.values[:] = np.nan
         torch.autograd.grad(total, self._images, retain_graph=not is_last, allow_unused=True)

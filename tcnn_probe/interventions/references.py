@@ -1,5 +1,5 @@
-"""Statistics over given images, by which ablations replace attention or the terms that heads
-add.
+"""Statistics over given images, by which ablations replace attention
+or the terms that heads add.
 """
 
 import threading
@@ -79,8 +79,8 @@ class ReferenceStatistics:
             )
 
     def overlap(self, images: Tensor) -> str:
-        """Describe the bias by evaluated images that are among the given images; "" if there is
-        none.
+        """Describe the bias by evaluated images
+        that are among the given images; "" if there is none.
         """
         return ""
 
@@ -95,8 +95,8 @@ class ReferenceStatistics:
 
 
 class AttentionReference(ReferenceStatistics):
-    """Attention of some heads of a layer: its mean over the given images, or the attention of each
-    image.
+    """Attention of some heads of a layer: its mean over the given images,
+    or the attention of each image.
 
     Args:
         shuffled: Whether the attention of each image is kept, instead of the mean.
@@ -139,8 +139,8 @@ class AttentionReference(ReferenceStatistics):
             )
 
     def finish(self, size: torch.Size | None) -> None:
-        """End the collection, and turn sums into means unless the attention of each image is
-        kept.
+        """End the collection, and turn sums into means unless the attention
+        of each image is kept.
         """
         super().finish(size)
         if not self._shuffled:
@@ -149,8 +149,8 @@ class AttentionReference(ReferenceStatistics):
             }
 
     def overlap(self, images: Tensor) -> str:
-        """Describe the bias by evaluated images that are among the given images; "" if there is
-        none.
+        """Describe the bias by evaluated images
+        that are among the given images; "" if there is none.
         """
         prints = fingerprints(images)
         if not self._shuffled:
@@ -254,8 +254,8 @@ class ConvolutionReference(AttentionReference):
             self._attention[number] = self._fit(number, mean[0])[None].to(mean)
 
     def _fit(self, number: int, mean: Tensor) -> Tensor:
-        """Return convolutions, (windows, heads, N_query, N_key), of mean attention of this
-        shape.
+        """Return convolutions, (windows, heads, N_query, N_key),
+        of mean attention of this shape.
         """
         places, visible = self.places[number], self._visible[number].numpy()
         patches = places.is_patch.numpy()
@@ -284,8 +284,8 @@ class ConvolutionReference(AttentionReference):
 
 
 class TermReference(ReferenceStatistics):
-    """Means over the given images of the terms that single heads add to the output of their
-    layer.
+    """Means over the given images of the terms
+    that single heads add to the output of their layer.
     """
 
     def __init__(self) -> None:
@@ -293,8 +293,8 @@ class TermReference(ReferenceStatistics):
         self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def add(self, number: int, terms: Sequence[Tensor], layer: str) -> None:
-        """Add the terms of each head in one attention of the layer's call, (images * windows, ...)
-        each.
+        """Add the terms of each head in one attention of the layer's call,
+        (images * windows, ...) each.
         """
         sums = [
             self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype)) for term in terms
@@ -304,8 +304,8 @@ class TermReference(ReferenceStatistics):
         self._sums[number] = before + stacked, count + self.images
 
     def add_to(self, output: Tensor, number: int, places: Sequence[int], layer: str) -> Tensor:
-        """Return the output, (B * windows, ...), with the mean terms of heads at some positions
-        added.
+        """Return the output, (B * windows, ...),
+        with the mean terms of heads at some positions added.
         """
         if number not in self._sums:
             raise ValueError(f"{layer!r} did not run when means were taken over images=")
@@ -326,8 +326,8 @@ class TermReference(ReferenceStatistics):
 
 
 def fingerprints(images: Tensor) -> list[bytes]:
-    """Return fingerprints of images or targets (B, ...): their values at 4,096 places, or all if
-    there are fewer.
+    """Return fingerprints of images or targets (B, ...):
+    their values at 4,096 places, or all if there are fewer.
     """
     values = images.detach().reshape(len(images), -1)
     # Positions are spread evenly over channels and rows, so that crops and colour changes differ,
@@ -366,8 +366,8 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
 
 
 def _as_batch(item: Any, model: nn.Module) -> Tensor:
-    """Return images, or the first item of a loader's pair; a single image of a convnet becomes a
-    batch.
+    """Return images, or the first item of a loader's pair;
+    a single image of a convnet becomes a batch.
     """
     batch = item[0] if isinstance(item, (tuple, list)) and item else item
     if not isinstance(batch, Tensor) or not batch.numel():

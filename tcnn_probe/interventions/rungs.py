@@ -46,8 +46,8 @@ class Rungs:
         seed: int,
         queries: str | None,
     ) -> "Rungs":
-        """Select the heads, and collect statistics over ``reference``, or over ``images`` if it is
-        None.
+        """Select the heads, and collect statistics over ``reference``,
+        or over ``images`` if it is None.
 
         Raises:
             ValueError: A mode is unknown or cannot be used, or no layer can do it.
@@ -75,8 +75,8 @@ class Rungs:
         return [entry for group in self.entries.values() for entry in group]
 
     def table(self, images: int) -> xr.DataArray:
-        """Return an array of NaN, (mode, layer, head, image), whose layers are in the order of the
-        model.
+        """Return an array of NaN, (mode, layer, head, image),
+        whose layers are in the order of the model.
         """
         layers = list(dict.fromkeys(entry.layer for entry in self.all))
         heads = sorted({head for entry in self.all for head in entry.indices})

@@ -1,5 +1,5 @@
-"""The salient attention S: a static attention M whose keys are scaled so that they receive what
-they do in an image.
+"""The salient attention S: a static attention M whose keys are scaled
+so that they receive what they do in an image.
 
 S_i(j) = M_i(j) g(j) / Z_i. The factor g(j) of each key is the same for all queries, and is found by
 iterative scaling: it is the exponential of the multiplier of the constraint that S and the image's

@@ -51,8 +51,8 @@ class SharedForward:
             self.output = model(images)
 
     def in_order(self, layers: Mapping[str, nn.Module]) -> list[str]:
-        """Return names of layers in the order of their calls, and last those that were not
-        called.
+        """Return names of layers in the order of their calls,
+        and last those that were not called.
         """
         place = {module: number for number, module in enumerate(self._before)}
         return sorted(layers, key=lambda name: place.get(layers[name], len(place)))

@@ -1,5 +1,5 @@
-"""Places of tokens on the grids of attentions, which edits that depend on them need before the
-layers run.
+"""Places of tokens on the grids of attentions,
+which edits that depend on them need before the layers run.
 """
 
 import threading
@@ -69,14 +69,14 @@ class TokenPlaces:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Index of the offset of each pair of query and key; each key off the grid is an offset of
-        its own.
+        """Index of the offset of each pair of query and key;
+        each key off the grid is an offset of its own.
         """
         return offsets_of_pairs(self.queries, self.keys)[0]
 
     def within(self, radius: float) -> Tensor:
-        """Return whether the distance of each pair is at most a radius; NaN if one is off the
-        grid.
+        """Return whether the distance of each pair is at most a radius;
+        NaN if one is off the grid.
         """
         difference = self.keys - self.queries[:, None]
         return torch.from_numpy(np.hypot(*np.moveaxis(difference, -1, 0)) <= radius)
@@ -86,8 +86,8 @@ class TokenPlaces:
         return rows.unflatten(0, (-1, self.windows))
 
     def visible(self, attention: Attention) -> Tensor | None:
-        """Return the keys that no mask hides: (images or 1, windows, N_query, N_key); None for
-        all.
+        """Return the keys that no mask hides: (images or 1, windows, N_query, N_key);
+        None for all.
         """
         seen = None
         if self.regions is not None:
@@ -104,8 +104,8 @@ class TokenPlaces:
 
 
 class GridFinder:
-    """Finds the places of all tokens of a model, for each size of its inputs, by running a copy of
-    the model.
+    """Finds the places of all tokens of a model,
+    for each size of its inputs, by running a copy of the model.
 
     Args:
         model: The model, whose copy shares its weights.
@@ -118,8 +118,8 @@ class GridFinder:
 
     @torch.no_grad()
     def look(self, call: Call) -> None:
-        """Find the places in a call of the model that begins, unless inputs of its size were seen
-        before.
+        """Find the places in a call of the model that begins,
+        unless inputs of its size were seen before.
         """
         size = tuple(tuple(x.shape[1:]) for x in input_tensors(call.inputs))
         if size not in self._found:

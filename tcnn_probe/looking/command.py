@@ -1,5 +1,5 @@
-"""The command ``tcnn-probe look``: one model, two side by side, or a list of models, each with a
-page.
+"""The command ``tcnn-probe look``: one model,
+two side by side, or a list of models, each with a page.
 """
 
 import argparse
@@ -61,8 +61,8 @@ def run_look(options: argparse.Namespace) -> None:
 
 
 def _split(targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into models and, from the first that is a picture or a folder without a
-    model, photographs.
+    """Split arguments into models and, from the first
+    that is a picture or a folder without a model, photographs.
     """
     for place, target in enumerate(targets):
         path = Path(target)
@@ -101,8 +101,8 @@ def _with_weights(names: Sequence[str], options: argparse.Namespace) -> Iterator
 
 @contextmanager
 def _ranks(device: str | None) -> Iterator[None]:
-    """Join the processes that torchrun has started; each of them looks at a share of the
-    photographs.
+    """Join the processes that torchrun has started;
+    each of them looks at a share of the photographs.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield

@@ -23,8 +23,8 @@ _OF_ALL_QUERIES = ("zero", "static")
 
 
 def class_labels(model: nn.Module, paths: Sequence[Path]) -> Tensor | None:
-    """Return the classes of photographs in folders named by ImageNet's WordNet ids, for a model of
-    its 1,000 classes.
+    """Return the classes of photographs in folders named
+    by ImageNet's WordNet ids, for a model of its 1,000 classes.
 
     None for other folders and models, whose classes are unknown.
     """
@@ -42,8 +42,8 @@ def costs_of_heads(
     labels: Tensor | None,
     progress: bool | None,
 ) -> tuple[Probe | None, str]:
-    """Measure the cost of every head at each rung of the ladder of :func:`tcnn_probe.ablate`, to
-    first order.
+    """Measure the cost of every head at each rung
+    of the ladder of :func:`tcnn_probe.ablate`, to first order.
 
     Args:
         model: The model.

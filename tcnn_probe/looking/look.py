@@ -161,8 +161,8 @@ def file_name(name: str) -> str:
 def _recording(
     subject: "_Subject", page: Path | None, batch_size: int, progress: bool | None
 ) -> xr.DataTree:
-    """Return the recording beside a page if it is of the same model and photographs, else make
-    it.
+    """Return the recording beside a page if it is
+    of the same model and photographs, else make it.
     """
     store = None if page is None else page.with_suffix(".zarr")
     tree = None if store is None else _earlier(store, subject.key())
@@ -172,8 +172,8 @@ def _recording(
 def _write_page(
     trees: Mapping[str, xr.DataTree], path: Path, subject: "_Subject", max_mb: float
 ) -> None:
-    """Write the page of recordings of the same photographs, and beside it what the page says, in
-    JSON.
+    """Write the page of recordings of the same photographs,
+    and beside it what the page says, in JSON.
     """
     shown = subject.paths[: subject.shown]
     images = (
@@ -272,8 +272,8 @@ class _Subject:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def of_rank(self) -> Sequence[Path]:
-        """Return the photographs of this process, of several the share of its rank; rank 0 has
-        those with maps.
+        """Return the photographs of this process,
+        of several the share of its rank; rank 0 has those with maps.
         """
         if not _is_distributed():
             return self.paths
@@ -401,8 +401,8 @@ def _costs_of(
 def _objects_of(
     subject: _Subject,
 ) -> tuple[Objects | None, str, Callable[[Sequence[Path]], Tensor | None]]:
-    """Return the probe of attention on objects, why there is none, and a function that says where
-    objects are.
+    """Return the probe of attention on objects,
+    why there is none, and a function that says where objects are.
     """
     if subject.masks:
         meaning = f"the masks in {subject.about['masks_from']!r}"
@@ -421,16 +421,16 @@ def _objects_of(
 
 
 def _unfinished(store: Path) -> Path:
-    """Return the file of what a process has measured before it was killed; each rank has its
-    own.
+    """Return the file of what a process has measured
+    before it was killed; each rank has its own.
     """
     rank = f".rank{dist.get_rank()}" if _is_distributed() else ""
     return store.with_suffix(f"{rank}.unfinished")
 
 
 def _continue(recorder: Recorder, unfinished: Path, key: str) -> int:
-    """Take up what an earlier process has measured of the same photographs, and return their
-    number.
+    """Take up what an earlier process has measured
+    of the same photographs, and return their number.
     """
     if not unfinished.exists():
         return 0

@@ -1,5 +1,5 @@
-"""Models by the names that libraries give them, with their weights, and how each of them takes
-photographs.
+"""Models by the names that libraries give them,
+with their weights, and how each of them takes photographs.
 """
 
 import difflib
@@ -138,8 +138,8 @@ def _first_line(error: Exception) -> str:
 
 
 def with_weights(name: str, path: str, **options: Any) -> nn.Module:
-    """Return a model of timm with the weights and the classes of a file, without running code from
-    the file.
+    """Return a model of timm with the weights and the classes of a file,
+    without running code from the file.
 
     The file may hold a larger model that has this one as a part, such as "backbone", and positions
     of another grid.
@@ -175,8 +175,8 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
 
 
 def _of_part(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the first prefix that has all expected names; those of a whole file
-    as they are.
+    """Return the weights under the first prefix that has all expected names;
+    those of a whole file as they are.
     """
     for prefix in _PREFIXES:
         if {prefix + key for key in expected} <= state.keys():

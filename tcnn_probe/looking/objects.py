@@ -1,5 +1,5 @@
-"""How much of each head's attention lies on objects: in masks, or else where the model's own
-saliency is high.
+"""How much of each head's attention lies on objects:
+in masks, or else where the model's own saliency is high.
 """
 
 import warnings
@@ -97,8 +97,8 @@ class Objects:
 
 
 def _share(maps: Tensor, masks: Tensor) -> Tensor:
-    """Return the share of maps (B, heads, height, width) inside masks (B, height, width): (B,
-    heads).
+    """Return the share of maps (B, heads, height, width) inside masks (B, height, width):
+    (B, heads).
     """
     inside = (maps * masks[:, None]).sum((2, 3))
     return inside / maps.sum((2, 3))
@@ -120,8 +120,8 @@ def why_no_saliency(model: nn.Module, images: Tensor) -> str:
 
 @torch.enable_grad()
 def salient_quarter(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the quarter of each image's pixels in which Grad-CAM is highest, (B, H, W); nothing of
-    a constant map.
+    """Return the quarter of each image's pixels in which Grad-CAM is highest,
+    (B, H, W); nothing of a constant map.
     """
     with warnings.catch_warnings():
         # Of maps that show nothing; they do not count.

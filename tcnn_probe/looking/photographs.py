@@ -1,5 +1,5 @@
-"""Photographs of a user: files of folders, spread over their subfolders, and how a model takes
-them.
+"""Photographs of a user: files of folders,
+spread over their subfolders, and how a model takes them.
 """
 
 import os
@@ -119,8 +119,8 @@ def _pictures_below(folder: Path) -> list[Path]:
 
 
 def _shares(sizes: Sequence[int], limit: int) -> list[int]:
-    """Divide a number among folders as evenly as their sizes allow; the first folders get what is
-    left over.
+    """Divide a number among folders as evenly as their sizes allow;
+    the first folders get what is left over.
     """
     shares = [0] * len(sizes)
     left = min(limit, sum(sizes))
@@ -163,8 +163,8 @@ def find_masks(folder: str | os.PathLike[str], paths: Collection[Path]) -> dict[
 
 
 def prepare_mask(path: Path, config: Mapping[str, Any]) -> Tensor:
-    """Return a mask as the model would see it, (H, W), bool: whether a pixel is brighter than half
-    of white.
+    """Return a mask as the model would see it, (H, W),
+    bool: whether a pixel is brighter than half of white.
 
     Masks of two values, such as 0 and 1, are stretched first.
     """

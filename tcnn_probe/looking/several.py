@@ -1,5 +1,5 @@
-"""Many models, each with a page, and a table that leads to these; here, or on the workers of a dask
-cluster.
+"""Many models, each with a page, and a table that leads to these;
+here, or on the workers of a dask cluster.
 """
 
 import json
@@ -21,8 +21,8 @@ def look_at_each(
     options: Mapping[str, Any],
     scheduler: str | None = None,
 ) -> None:
-    """Look with each of several models, and write a page for each, "index.html" with a table, and
-    "index.json".
+    """Look with each of several models, and write a page for each,
+    "index.html" with a table, and "index.json".
 
     A model that was interrupted is continued when this runs again, and one that is complete is not
     measured again.
@@ -62,8 +62,8 @@ def look_at_each(
 
 
 def _page_name(models: Sequence[tuple[str, str]], number: int) -> str:
-    """Return the name of a model's page, with its checkpoint if several models have the same
-    name.
+    """Return the name of a model's page, with its checkpoint
+    if several models have the same name.
     """
     name, weights = models[number]
     names = [other for other, _ in models]

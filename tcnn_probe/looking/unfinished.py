@@ -1,5 +1,5 @@
-"""Measurements that are not marked yet, kept in a file, so that a process that was killed can be
-continued.
+"""Measurements that are not marked yet, kept in a file,
+so that a process that was killed can be continued.
 """
 
 import os
@@ -47,8 +47,8 @@ def keep_measurements(recorder: "Recorder", path: Path, about: Any) -> None:
 def continue_measuring(
     recorder: "Recorder", path: Path, is_continued: Callable[[Any], bool]
 ) -> Any:
-    """Add the measurements in a file to a recorder that has measured nothing, and return what the
-    file is about.
+    """Add the measurements in a file to a recorder that has measured nothing,
+    and return what the file is about.
 
     Args:
         recorder: The recorder.

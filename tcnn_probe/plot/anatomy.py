@@ -1,5 +1,5 @@
-"""Parts of the information in the attention of heads, as stacked bars by layer or as bands over a
-training.
+"""Parts of the information in the attention of heads,
+as stacked bars by layer or as bands over a training.
 """
 
 from textwrap import wrap
@@ -36,8 +36,8 @@ _STYLES = {
 
 
 def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) -> "Axes":
-    """Draw how much of each head's attention is convolution, position, key content and query-key
-    content, in nat.
+    """Draw how much of each head's attention is convolution,
+    position, key content and query-key content, in nat.
 
     ::
 
@@ -85,8 +85,8 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
 
 
 def _parts(ds: xr.Dataset) -> xr.DataArray:
-    """Return the parts, at least 0, with the dims ("part", ..., "layer", "head"), without layers
-    that are all NaN.
+    """Return the parts, at least 0, with the dims ("part", ..., "layer", "head"),
+    without layers that are all NaN.
     """
     if not isinstance(ds, xr.Dataset):
         hint = "; of a tree, tree['heads'].dataset" * isinstance(ds, xr.DataTree)

@@ -45,8 +45,8 @@ def attention_grid(
     title: str | None = None,
     figure: "AnyFigure | None" = None,
 ) -> "AnyFigure":
-    """Draw attention maps, a row for each layer and a column for each head, with σ(λ) above (T-CNN
-    paper, Fig. 5).
+    """Draw attention maps, a row for each layer and a column for each head,
+    with σ(λ) above (T-CNN paper, Fig. 5).
 
     ::
 

@@ -42,8 +42,8 @@ def attention_maps(
     scale: Literal["own", "common"] = "own",
     figure: "AnyFigure | None" = None,
 ) -> "AnyFigure":
-    """Draw attention over the image: a row for each layer, a column for each head, the query in a
-    red box.
+    """Draw attention over the image: a row for each layer,
+    a column for each head, the query in a red box.
 
     ::
 
@@ -155,8 +155,8 @@ def _columns(heads: int, col_wrap: int) -> int:
 def _check_query(
     maps: xr.DataTree, query: Any, size: tuple[int, int]
 ) -> str | int | tuple[int, int]:
-    """Return the query as a pixel, "class" or a number; raise ValueError if there are no maps from
-    it.
+    """Return the query as a pixel, "class" or a number;
+    raise ValueError if there are no maps from it.
     """
     datasets = [node.dataset for node in maps.children.values()]
     arrays = [ds["attention"] for ds in datasets if "attention" in ds]
@@ -240,8 +240,8 @@ def _query_pixels(attention: xr.DataArray) -> list[tuple[int, int]]:
 
 
 def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArray:
-    """Select the attention of a pixel, (layer, head, y, x), with the pixel's cell among the keys as
-    coordinates.
+    """Select the attention of a pixel, (layer, head, y, x),
+    with the pixel's cell among the keys as coordinates.
     """
     if "query" in attention.dims:
         return attention.isel(query=_query_pixels(attention).index(query))
@@ -257,8 +257,8 @@ def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArr
 def _draw_map(
     axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, largest: float | None
 ) -> None:
-    """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of
-    their fields.
+    """Draw a map (y, x) over the image, more opaque with more attention,
+    cells at the centres of their fields.
     """
     # In grey, so that all colour is attention.
     draw_image(axes, picture.mean(0, keepdims=True))
@@ -294,8 +294,8 @@ def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
 
 
 def first_cell(maps: xr.DataArray | xr.Dataset, dim: str) -> tuple[float, float]:
-    """Return the edge of the first cell along a side of the image, and its length; pixel n is from
-    n to n + 1.
+    """Return the edge of the first cell along a side of the image,
+    and its length; pixel n is from n to n + 1.
     """
     centres = maps[f"pixel_{dim}"].values
     spacing = (

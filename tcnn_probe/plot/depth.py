@@ -1,5 +1,5 @@
-"""A variable of heads against the depth of their layers (Dosovitskiy et al. 2021, arXiv 2010.11929,
-Fig. 7).
+"""A variable of heads against the depth
+of their layers (Dosovitskiy et al. 2021, arXiv 2010.11929, Fig. 7).
 """
 
 from typing import TYPE_CHECKING
@@ -30,8 +30,8 @@ def depth(
     uniform: xr.DataArray | None = None,
     legend: bool = True,
 ) -> "Axes":
-    """Draw each head as a point, by layer, as Fig. 7 of the vision transformer's paper does with
-    attention distances.
+    """Draw each head as a point, by layer, as Fig. 7
+    of the vision transformer's paper does with attention distances.
 
     ::
 

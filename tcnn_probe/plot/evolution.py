@@ -32,8 +32,8 @@ def evolution(
     ls: str = "-",
     legend: bool | Literal["beside", "below"] = True,
 ) -> "Axes":
-    """Draw the heads of each layer and their mean over the marks of a training (T-CNN paper, Fig.
-    4).
+    """Draw the heads of each layer and their mean over the marks
+    of a training (T-CNN paper, Fig. 4).
 
     ::
 
@@ -106,8 +106,8 @@ def evolution(
 
 
 def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
-    """Label the axes, add a title if there is none, and choose ticks: whole numbers for marks, no
-    offset for values.
+    """Label the axes, add a title if there is none,
+    and choose ticks: whole numbers for marks, no offset for values.
     """
     from matplotlib.ticker import ScalarFormatter
 
@@ -133,8 +133,8 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
 def _draw_layer(
     axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]
 ) -> Any:
-    """Draw the lines of a layer's heads, or the band of its runs, and the line of the mean; return
-    the latter.
+    """Draw the lines of a layer's heads, or the band of its runs,
+    and the line of the mean; return the latter.
     """
     from matplotlib import rcParams
 

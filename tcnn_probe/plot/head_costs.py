@@ -21,8 +21,8 @@ __all__ = ["head_costs"]
 
 
 def head_costs(estimate: xr.DataArray, exact: xr.DataArray, ax: "Axes | None" = None) -> "Axes":
-    """Draw the cost of each head to first order against its exact cost, one colour for each mode of
-    ablation.
+    """Draw the cost of each head to first order against its exact cost,
+    one colour for each mode of ablation.
 
     ::
 

@@ -15,8 +15,8 @@ __all__ = ["health"]
 
 
 def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
-    """Draw the findings of :func:`tcnn_probe.health` as bars, from the mark where each begins to
-    where it ends.
+    """Draw the findings of :func:`tcnn_probe.health` as bars,
+    from the mark where each begins to where it ends.
 
     ::
 

@@ -118,8 +118,8 @@ def _names(kernels: xr.DataArray) -> list[str]:
 def _draw_kernel(
     axes: "Axes", kernel: NDArray[Any], query: list[int], row: int, column: int
 ) -> None:
-    """Draw a kernel in the unit square around its row and column, without offsets that are NaN for
-    all queries.
+    """Draw a kernel in the unit square around its row and column,
+    without offsets that are NaN for all queries.
     """
     import matplotlib as mpl
 
@@ -148,8 +148,8 @@ def _draw_kernel(
 
 
 def _learned(layer: xr.DataArray, positional: xr.Dataset) -> NDArray[Any] | None:
-    """Return the filters of a layer's positional attention on the offsets of its kernels; None if
-    it has none.
+    """Return the filters of a layer's positional attention on the offsets of its kernels;
+    None if it has none.
     """
     names = ["locality_strength", "center_y", "center_x"]
     if not set(names) <= set(positional.data_vars):

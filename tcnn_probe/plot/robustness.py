@@ -107,8 +107,8 @@ def robustness(
 
 
 def _categories(parts: list[xr.DataArray], by: str) -> xr.DataArray:
-    """Join values of clean images, if there are any, and along ``by``, in a dimension
-    "category".
+    """Join values of clean images, if there are any,
+    and along ``by``, in a dimension "category".
     """
     *clean, perturbed = parts
     perturbed = perturbed.rename({by: "category"}).reset_coords(drop=True)
@@ -126,8 +126,8 @@ def _bars(
     high: xr.DataArray,
     places: dict[str, int],
 ) -> None:
-    """Draw a group of bars for each category, a bar for each model, coloured by its place among all
-    models.
+    """Draw a group of bars for each category,
+    a bar for each model, coloured by its place among all models.
     """
     colors, models = (
         list(OKABE_ITO.values()),

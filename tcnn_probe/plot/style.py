@@ -1,5 +1,5 @@
-"""Shared parts of plots: colours (for the colour-blind as well), checks of arguments, images and
-maps on axes.
+"""Shared parts of plots: colours (for the colour-blind as well),
+checks of arguments, images and maps on axes.
 """
 
 import math
@@ -41,8 +41,8 @@ OKABE_ITO = {
     "yellow": "#F0E442",
     "black": "#000000",
 }
-"""Colours of Okabe and Ito (2008), for things that have no order: models, methods, types of
-heads.
+"""Colours of Okabe and Ito (2008), for things that have no order:
+models, methods, types of heads.
 """
 
 # Figures full of panels, in none of which a curve would have its place.
@@ -52,8 +52,8 @@ RED = OKABE_ITO["vermillion"]
 
 
 def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
-    """Return colours for things in order, such as layers: viridis without its lightest, too pale
-    for lines.
+    """Return colours for things in order, such as layers:
+    viridis without its lightest, too pale for lines.
     """
     import matplotlib as mpl
 
@@ -62,8 +62,8 @@ def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
 
 
 def axes_or_current(ax: "Axes | None") -> "Axes":
-    """Return ``ax``, or pyplot's current axes; in a new figure if there is none, or only a grid of
-    panels.
+    """Return ``ax``, or pyplot's current axes;
+    in a new figure if there is none, or only a grid of panels.
     """
     import matplotlib.pyplot as plt
 
@@ -73,8 +73,8 @@ def axes_or_current(ax: "Axes | None") -> "Axes":
 
 
 def axes_without_data(ax: "Axes | None", width: float, height: float) -> "Axes":
-    """Return ``ax``, or pyplot's current axes if nothing is drawn on them, else those of a new
-    figure, in inches.
+    """Return ``ax``, or pyplot's current axes if nothing is drawn on them,
+    else those of a new figure, in inches.
 
     Bars and images would cover what else is drawn on the same axes.
     """
@@ -88,8 +88,8 @@ def axes_without_data(ax: "Axes | None", width: float, height: float) -> "Axes":
 
 
 def empty_figure(width: float, height: float) -> "Figure":
-    """Return pyplot's current figure if nothing is drawn on it, else a new one of this size, in
-    inches.
+    """Return pyplot's current figure if nothing is drawn on it,
+    else a new one of this size, in inches.
     """
     import matplotlib.pyplot as plt
 
@@ -113,8 +113,8 @@ def _new_figure(**options: Any) -> "Figure":
 
 
 def _show(figure: "Figure") -> None:
-    """Show a figure in a notebook, and close it so that the end of the cell does not show it
-    again.
+    """Show a figure in a notebook, and close it so
+    that the end of the cell does not show it again.
     """
     import matplotlib.pyplot as plt
 
@@ -126,8 +126,8 @@ def _show(figure: "Figure") -> None:
 
 
 def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:
-    """Leave a panel current for pyplot's titles; what is drawn next without axes gets a figure of
-    its own.
+    """Leave a panel current for pyplot's titles;
+    what is drawn next without axes gets a figure of its own.
     """
     figure.sca(current)
     root = current.get_figure(root=True)
@@ -136,8 +136,8 @@ def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:
 
 
 def legend_beside(axes: "Axes") -> None:
-    """Draw the legend at the right of the axes, where it covers nothing; a layout engine makes room
-    for it.
+    """Draw the legend at the right of the axes,
+    where it covers nothing; a layout engine makes room for it.
     """
     figure = axes.get_figure(root=True)
     if figure is not None and figure.get_layout_engine() is None:
@@ -154,8 +154,8 @@ def legend_beside(axes: "Axes") -> None:
 
 
 def legend_below(axes: "Axes") -> None:
-    """Draw the legend at the foot of the figure, in as many columns as fit; a layout engine makes
-    room for it.
+    """Draw the legend at the foot of the figure,
+    in as many columns as fit; a layout engine makes room for it.
     """
     figure, root = axes.figure, axes.get_figure(root=True)
     if root is not None and root.get_layout_engine() is None:
@@ -174,8 +174,8 @@ def legend_below(axes: "Axes") -> None:
 
 
 def letters_across(axes: "Axes") -> int:
-    """Return the number of small letters that fit beside each other above axes, before a layout
-    makes room.
+    """Return the number of small letters that fit beside each other above axes,
+    before a layout makes room.
     """
     return _letters(axes.get_window_extent().width, axes.figure)
 
@@ -252,8 +252,8 @@ def select_dims(
     required: Collection[str],
     optional: Collection[str] = (),
 ) -> Any:
-    """Drop further dimensions of length 1; raise ValueError if one is longer, or a required one
-    missing.
+    """Drop further dimensions of length 1; raise ValueError if one is longer,
+    or a required one missing.
     """
     for dim in required:
         if dim not in values.dims:
@@ -335,8 +335,8 @@ def wrap_name(name: Any) -> str:
 
 
 def short_names(layers: Sequence[str]) -> list[str]:
-    """Drop the parts that all names begin or end with: "blocks.0.attn" and "blocks.1.attn" become
-    "0" and "1".
+    """Drop the parts that all names begin or end with:
+    "blocks.0.attn" and "blocks.1.attn" become "0" and "1".
     """
     parts = [str(layer).split(".") for layer in layers]
     for end in (0, -1):
@@ -348,8 +348,8 @@ def short_names(layers: Sequence[str]) -> list[str]:
 
 
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
-    """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest,
-    without ticks.
+    """Draw an image (C, H, W) of 1 or 3 channels,
+    from its smallest value (black) to its largest, without ticks.
     """
     low, high = np.nanmin(image), np.nanmax(image)
     # An image of a single value is black.

@@ -1,5 +1,5 @@
-"""The anatomy of heads: its variables, how they follow from sums over images, and the kernels of
-the convolutions.
+"""The anatomy of heads: its variables, how they follow from sums over images,
+and the kernels of the convolutions.
 """
 
 from collections.abc import Mapping
@@ -174,8 +174,8 @@ def finish_class_queries(name: str, pattern: Pattern) -> Statistics:
 
 
 def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
-    """Return the parts of selectivity, their differences between halves of the images, and the
-    equivariance.
+    """Return the parts of selectivity, their differences between halves of the images,
+    and the equivariance.
     """
     statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
     means = _Means.of(pattern)
@@ -198,8 +198,8 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
 
 
 def _is_by_mask(hidden: np.ndarray, pattern: Pattern, counted: np.ndarray) -> bool:
-    """Return whether a mask that a model adds to its logits has hidden keys, (heads, queries,
-    keys), in all images.
+    """Return whether a mask that a model adds to its logits has hidden keys,
+    (heads, queries, keys), in all images.
 
     Its heads then lack the same keys, and no query its own. Heads that are sharp by themselves lack
     different ones, unless all look at a single token, which is not the query's own.
@@ -282,8 +282,8 @@ class _Means:
         )
 
     def convolution(self, start: Convolution | None = None) -> Convolution | None:
-        """Return the convolutions inside the heads, fitted from those of other images; None without
-        a grid.
+        """Return the convolutions inside the heads,
+        fitted from those of other images; None without a grid.
         """
         if self.pattern.queries is None:
             return None
@@ -291,8 +291,8 @@ class _Means:
         return nearest_convolution(self.mean, self.offsets()[0], self.seen, kernel)
 
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of each pair's offset, and the offsets; tokens off the grid come
-        last.
+        """Return the index of each pair's offset,
+        and the offsets; tokens off the grid come last.
         """
         assert self.pattern.queries is not None
         assert self.pattern.keys is not None
@@ -300,8 +300,8 @@ class _Means:
 
 
 def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
-    """Return the translation equivariance over the keys on the grid, without padding, unless it is
-    unknown.
+    """Return the translation equivariance over the keys on the grid,
+    without padding, unless it is unknown.
     """
     if pattern.queries is None or pattern.keys is None:
         return {}
@@ -317,8 +317,8 @@ def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
 
 
 def _finish_kernel(_: str, pattern: Pattern) -> Statistics:
-    """Return the kernels of the convolutions at offsets of up to seven patches, and at class and
-    register tokens.
+    """Return the kernels of the convolutions at offsets of up to seven patches,
+    and at class and register tokens.
     """
     means = _Means.of(pattern)
     if isinstance(means, str) or pattern.queries is None:

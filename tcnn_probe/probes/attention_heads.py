@@ -1,5 +1,5 @@
-"""Probes of attention heads: in GPSA and ConViT layers, in softmax attention, and separately for
-its class tokens.
+"""Probes of attention heads: in GPSA and ConViT layers,
+in softmax attention, and separately for its class tokens.
 
 The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where
 (w_0, w_1, w_2) is the head's row of ``pos_proj``. They are ``-alpha ||delta - Delta||^2`` up to a
@@ -70,8 +70,8 @@ def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
-    """Return maps over the grid of keys for selected images: (images, windows, heads, height,
-    width).
+    """Return maps over the grid of keys for selected images:
+    (images, windows, heads, height, width).
     """
     queries = attention.layout.queries
     # Without a grid of keys there is no map.
@@ -249,8 +249,8 @@ def _probe_of_token(
     entropy: Variable,
     query_of: Callable[[Attention], int | None],
 ) -> Probe:
-    """Return a probe of a class token shared by all classes, the latent of an attention pool, or a
-    distillation token.
+    """Return a probe of a class token shared by all classes,
+    the latent of an attention pool, or a distillation token.
 
     Args:
         kind: Name of the probe.
@@ -263,8 +263,8 @@ def _probe_of_token(
     to_itself, to_others = f"{prefix}self_attention", f"{prefix}token_attention"
 
     def numbers(attention: Attention) -> Mapping[str, Tensor | Pattern]:
-        """Return entropy, content information and attention to the tokens before the grid of the
-        token's row.
+        """Return entropy, content information and attention to the tokens
+        before the grid of the token's row.
         """
         query = query_of(attention)
         if query is None:
@@ -285,8 +285,8 @@ def _probe_of_token(
         return measured
 
     def maps(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
-        """Split the token's row into the grid (images, windows, heads, height, width), itself and
-        other tokens.
+        """Split the token's row into the grid (images, windows, heads, height, width),
+        itself and other tokens.
         """
         query, keys = query_of(attention), attention.layout.keys
         if query is None or keys is None:
@@ -373,8 +373,8 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
 
 
 def _maps_of_classes(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
-    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few
-    classes.
+    """Return maps of all classes, (images, K, height, width);
+    the recorder keeps those of a few classes.
     """
     # Rows of several windows have different keys, and do not form a map of the image.
     if attention.layout.keys is None or attention.windows > 1:

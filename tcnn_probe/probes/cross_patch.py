@@ -27,8 +27,8 @@ def _state(block: Any) -> dict[str, Tensor]:
 
 
 def _share_of_small(module: nn.Module) -> Tensor | None:
-    """Return the share of weights below 5 % of the largest in their linear layer; None without
-    linear layers.
+    """Return the share of weights below 5 % of the largest
+    in their linear layer; None without linear layers.
     """
     weights = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     # In bfloat16 the limit itself would be rounded, by up to 0.2 %.

@@ -1,5 +1,5 @@
-"""Gradient norm of each attention head, which shows how strongly the head's own parameters are
-trained.
+"""Gradient norm of each attention head,
+which shows how strongly the head's own parameters are trained.
 
 The order of queries, keys and values of the heads in a matrix differs between similar layers (LeViT
 interleaves them head by head; Nest interleaves the heads in each channel). Parameters are therefore
@@ -28,8 +28,8 @@ Parameters = Iterator[tuple[Tensor | None, int]]
 
 
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
-    """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads *
-    d) -> (heads,).
+    """Return the sum of squares of each head:
+    shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,).
     """
     by_head = gradient.reshape(blocks, heads, -1)
     # Squares of half-precision gradients would underflow, so they are computed in float32 at least.
@@ -102,8 +102,8 @@ class GradientProbe(Probe):
     """Gradient norms of the heads of layers whose parameters are known head by head."""
 
     def gradients(self, module: nn.Module) -> GradientNorms:
-        """Return the parameters that belong to single heads, with functions that sum squares by
-        head.
+        """Return the parameters that belong to single heads,
+        with functions that sum squares by head.
         """
         record = known(module).head_parameters
         if record is None:

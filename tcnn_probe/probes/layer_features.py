@@ -36,8 +36,8 @@ class FeatureProbe(Probe):
     patterns: Sequence[str] | None = None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Return the names that the patterns match; raise ValueError for a pattern without a
-        match.
+        """Return the names that the patterns match;
+        raise ValueError for a pattern without a match.
         """
         names = list(names)
         if self.patterns is None:
@@ -63,8 +63,8 @@ def features(
     channel_axis: int | None = None,
     max_bytes: int = 2**24,
 ) -> Probe:
-    """Record the features of selected images: the mean over the positions of a layer's output, and
-    single tokens.
+    """Record the features of selected images:
+    the mean over the positions of a layer's output, and single tokens.
 
     ::
 

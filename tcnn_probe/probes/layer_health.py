@@ -1,5 +1,5 @@
-"""Signs of health: collapsed queries, sinks, similar heads and queries, silent heads, and outlier
-tokens.
+"""Signs of health: collapsed queries, sinks,
+similar heads and queries, silent heads, and outlier tokens.
 
 In gated layers (GPSA, ConViT) all of these measure the content part C, which depends on the images:
 the positional part is the same for all images, and its state is recorded as gate, locality strength
@@ -24,12 +24,12 @@ from tcnn_probe.schema import Variable
 __all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
 
 ENTROPY_BINS = 20
-"""Number of bins of the histogram of entropies: with a width of 0.05, quantiles have an error of at
-most 0.05.
+"""Number of bins of the histogram of entropies:
+with a width of 0.05, quantiles have an error of at most 0.05.
 """
 TOKEN_KINDS = ("class", "register", "border", "inner", "text")
-"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner
-tokens are patches.
+"""Kinds of keys that can be a sink; distillation tokens count as class tokens,
+border and inner tokens are patches.
 """
 OUTLIER = 3.0
 """Norm above which a token is an outlier, as a multiple of the median norm. Darcet et al. (arXiv
@@ -57,8 +57,8 @@ def _measure(attention: Attention) -> Mapping[str, Tensor]:
 
 
 def _of_entropy(attention: Attention, rows: ContentRows) -> dict[str, Tensor]:
-    """Count the queries of each image by their entropy as a share of the log of the number of keys
-    that they see.
+    """Count the queries of each image by their entropy
+    as a share of the log of the number of keys that they see.
     """
     if attention.content_keys < 2:
         return {}
@@ -88,8 +88,8 @@ def _over_windows(attention: Attention, values: Tensor) -> Tensor:
 
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
-    """Measure the key that receives the most attention: its share, its kind, and the relative norm
-    of its value.
+    """Measure the key that receives the most attention:
+    its share, its kind, and the relative norm of its value.
     """
     # (B, windows, heads): each window has its own sink.
     share, index = received.max(-1)
@@ -122,8 +122,8 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
 
 
 def _token_kinds(attention: Attention) -> Tensor | None:
-    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,), or None if the grid
-    is unknown.
+    """Return the kind of each key as an index into TOKEN_KINDS,
+    shape (N_key,), or None if the grid is unknown.
     """
     if attention.map_size is None:
         return None
@@ -184,8 +184,8 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
 
 
 def _sums_of_powers(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_k s_k^2 and sum_k s_k^4 / (sum_k s_k^2)^2 of the singular values of outputs (B,
-    heads, N, d).
+    """Return sum_k s_k^2 and sum_k s_k^4 / (sum_k s_k^2)^2
+    of the singular values of outputs (B, heads, N, d).
     """
     # These are the trace and the squared norm of o^T o, or of o o^T where that is smaller: no
     # decomposition is needed.

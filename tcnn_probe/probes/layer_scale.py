@@ -53,8 +53,8 @@ def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 
 def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
-    """Return the term that the branch adds, before stochastic depth, in the layout of the main
-    branch.
+    """Return the term that the branch adds,
+    before stochastic depth, in the layout of the main branch.
     """
     if not branch.output:
         return call.parts[branch.scale].output
@@ -84,8 +84,8 @@ def _measure(call: ForwardCall) -> dict[str, Tensor]:
 
 
 def _rebuild(call: ForwardCall) -> Tensor | None:
-    """Return the sum of the main branch and all residual branches, which verifies the block's
-    record.
+    """Return the sum of the main branch and all residual branches,
+    which verifies the block's record.
     """
     block, branches = call.module, _branches(call.module)
     # In training, stochastic depth drops the branches of some images.

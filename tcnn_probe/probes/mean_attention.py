@@ -1,5 +1,5 @@
-"""Mean attention maps of selected queries, which are the static pattern of each head on the layer's
-grid.
+"""Mean attention maps of selected queries,
+which are the static pattern of each head on the layer's grid.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ __all__ = ["MEAN_ATTENTION", "mean_attention"]
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
-    """Record the mean over images of the attention of selected queries, which is the static pattern
-    of each head.
+    """Record the mean over images of the attention of selected queries,
+    which is the static pattern of each head.
 
     ::
 

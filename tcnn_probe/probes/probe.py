@@ -64,8 +64,8 @@ class ForwardCall:
     verification: Verification | None = None
 
     def verify(self, rebuild: Callable[[], Tensor | None]) -> None:
-        """Compare an output that is rebuilt from the measured quantities with the true output, once
-        for each layer.
+        """Compare an output that is rebuilt from the measured quantities
+        with the true output, once for each layer.
 
         The forward raises :class:`tcnn_probe.ReconstructionError` if they differ by more than
         rounding.
@@ -138,8 +138,8 @@ class Probe:
     detailed: bool = False
 
     def __post_init__(self) -> None:
-        """Raise for a probe that would fail, or whose data would be lost, when the first epoch is
-        marked.
+        """Raise for a probe that would fail, or whose data would be lost,
+        when the first epoch is marked.
         """
         probe = f"the probe {self.kind!r}"
         # A subclass measures gradients if it overrides the method, which cannot be called without a
@@ -186,26 +186,26 @@ class Probe:
 
     @property
     def images(self) -> tuple[int, ...] | None:
-        """Images whose maps are kept, in a group with the probe's numbers; None for those of
-        ``record(images=)``.
+        """Images whose maps are kept, in a group with the probe's numbers;
+        None for those of ``record(images=)``.
         """
         return None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Choose layers by name, among the names of all modules; ``module_type`` must match,
-        too.
+        """Choose layers by name, among the names of all modules;
+        ``module_type`` must match, too.
         """
         return frozenset(names)
 
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the submodules, by name, whose calls ``measure`` needs in
-        :attr:`ForwardCall.parts`.
+        """Return the submodules, by name, whose calls ``measure`` needs
+        in :attr:`ForwardCall.parts`.
         """
         return {}
 
     def gradients(self, module: nn.Module) -> GradientNorms:
-        """Return the parameters whose gradients are measured, by variable, each with a function of
-        its gradient.
+        """Return the parameters whose gradients are measured,
+        by variable, each with a function of its gradient.
 
         The functions return tensors of shape ``(*dims)``. The recorded value is the square root of
         the mean, over backward passes, of their sum.
@@ -274,8 +274,8 @@ def register(probe: Probe) -> Probe:
 
 
 def _definitions(probe: Probe) -> list[tuple[str, str]]:
-    """Return the modules and names of a probe's class and functions, which stay the same if its
-    code runs again.
+    """Return the modules and names of a probe's class and functions,
+    which stay the same if its code runs again.
     """
     functions = (probe.facts, probe.state, probe.measure, probe.attention, probe.maps)
     return [

@@ -1,5 +1,5 @@
-"""Heads that a network could do without: sinks, and heads that attend like another head of their
-layer.
+"""Heads that a network could do without: sinks,
+and heads that attend like another head of their layer.
 """
 
 import math
@@ -32,8 +32,8 @@ def _measure(attention: Attention) -> Mapping[str, Tensor]:
 
 
 def _stride(attention: Attention, count: int) -> int:
-    """Return a step between queries that leaves at most 64 of them, and that visits all columns of
-    the grid.
+    """Return a step between queries that leaves at most 64 of them,
+    and that visits all columns of the grid.
     """
     stride = math.ceil(count / QUERIES)
     width = 1 if attention.layout.queries is None else attention.layout.queries.width
@@ -43,8 +43,8 @@ def _stride(attention: Attention, count: int) -> int:
 
 
 def _of_image(attention: Attention, queries: slice, image: int) -> tuple[Tensor, Tensor]:
-    """Return the share of windows with a sink, (heads,), and cosines between heads, (heads,
-    heads).
+    """Return the share of windows with a sink,
+    (heads,), and cosines between heads, (heads, heads).
     """
     rows = attention.weights(queries, image)[0]
     counted = rows.new_ones(len(rows), rows.shape[2])

@@ -1,5 +1,5 @@
-"""Variables that several kinds of attention share, so that their heads can be compared in one
-dataset.
+"""Variables that several kinds of attention share,
+so that their heads can be compared in one dataset.
 """
 
 from tcnn_probe.schema import Variable

@@ -32,8 +32,8 @@ class OtherLayersError(StoreError):
 
 
 def check_probes(collector: Collector) -> None:
-    """Raise an error if it is known before a forward that probes have no layer, or if no probe has
-    the wanted maps.
+    """Raise an error if it is known before a forward that probes have no layer,
+    or if no probe has the wanted maps.
     """
     probes, sampling = collector.probes, collector.sampling
     kinds = [probe.kind for probe in probes]
@@ -64,8 +64,8 @@ def check_probes(collector: Collector) -> None:
 def check_same_recording(
     store: EpochStore, provenance: Mapping[str, str], collector: Collector
 ) -> None:
-    """Raise an error if the store is known, before a forward, to be of another model, layers,
-    images or classes.
+    """Raise an error if the store is known, before a forward,
+    to be of another model, layers, images or classes.
     """
     groups, attrs, sampling = store.groups, store.attrs, collector.sampling
     if groups is None or attrs is None:
@@ -118,8 +118,8 @@ def _other_layers(layer: str, stored: object, current: object) -> StoreError:
 
 
 def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> None:
-    """Raise an error if the store has other numbers of a layer, or those of a probe that does not
-    measure now.
+    """Raise an error if the store has other numbers of a layer,
+    or those of a probe that does not measure now.
 
     Layers that have not run yet may be absent, other layers may join, and maps may have another
     size, as sizes of images may differ from run to run. Variables that the recording began without,
@@ -286,8 +286,8 @@ def _reasons_inside(collector: Collector, name: str) -> dict[str, str]:
 def warn_of_idle_probes(
     kinds: Collection[str], collector: Collector, sums: Mapping[Key, EpochSums]
 ) -> list[str]:
-    """Return warnings of probes that the user has named and that have no layer, or no parameters to
-    read.
+    """Return warnings of probes that the user has named
+    and that have no layer, or no parameters to read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
     """
@@ -310,8 +310,8 @@ def warn_of_idle_probes(
 
 
 def warn_of_mixed_sizes(sums: Mapping[Key, EpochSums]) -> list[str]:
-    """Return a warning if layers that saw images of several sizes have no content information, else
-    an empty list.
+    """Return a warning if layers that saw images
+    of several sizes have no content information, else an empty list.
     """
     layers = list(
         dict.fromkeys(

@@ -1,5 +1,5 @@
-"""The collector, which calls the probes in the forwards of a model and adds up their
-measurements.
+"""The collector, which calls the probes in the forwards
+of a model and adds up their measurements.
 """
 
 import threading
@@ -143,8 +143,8 @@ class Collector(AttentionListener):
             layer.gradients.reset()
 
     def read_sums(self) -> dict[Key, EpochSums]:
-        """Read the sums of this process. If parameters are sharded over ranks, all ranks must call
-        this together.
+        """Read the sums of this process. If parameters are sharded over ranks,
+        all ranks must call this together.
         """
         sums = self.sums.read()
         # All ranks use the same order, because reading the parameters of a sharded layer waits for
@@ -156,8 +156,8 @@ class Collector(AttentionListener):
         return sums
 
     def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
-        """Return the sums of all ranks, also of layers that only others have measured, and note
-        what they lack.
+        """Return the sums of all ranks, also of layers
+        that only others have measured, and note what they lack.
         """
         for part in parts:
             for key in part:
@@ -171,8 +171,8 @@ class Collector(AttentionListener):
         return sums
 
     def measurements(self) -> dict[str, Any]:
-        """Return all that was measured since the previous mark, which :meth:`take_up` adds to
-        another collector.
+        """Return all that was measured since the previous mark,
+        which :meth:`take_up` adds to another collector.
         """
         with self.lock:
             return {
@@ -189,8 +189,8 @@ class Collector(AttentionListener):
         images: int,
         samples: dict[int, Tensor],
     ) -> None:
-        """Take up the measurements of a process that was killed; this collector has measured
-        nothing.
+        """Take up the measurements of a process that was killed;
+        this collector has measured nothing.
         """
         self.earlier = sums
         for key in maps:
@@ -202,8 +202,8 @@ class Collector(AttentionListener):
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
-        """Return whether to measure this call, and prepare for it. Calls of one forward are
-        measured together.
+        """Return whether to measure this call, and prepare
+        for it. Calls of one forward are measured together.
         """
         is_measured = self.forwards.begins(
             entry,
@@ -242,8 +242,8 @@ class Collector(AttentionListener):
             self.note_missing(layer, lacking.intersection(known), layout.reason)
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Measure a module that has run, or keep its call if it is a part that probes of its parent
-        need.
+        """Measure a module that has run, or keep its call
+        if it is a part that probes of its parent need.
         """
         module, inputs = call
         if module in self._watched_parts:
@@ -346,8 +346,8 @@ class Collector(AttentionListener):
             self.missing.setdefault(variable, {})[layer] = reason
 
     def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
-        """Note that no image had reached a layer at a mark, unless another reason is known for a
-        variable.
+        """Note that no image had reached a layer at a mark,
+        unless another reason is known for a variable.
         """
         for variable in variables:
             reasons = self.missing.setdefault(variable, {})
@@ -395,8 +395,8 @@ class Collector(AttentionListener):
         measured: Mapping[str, Tensor | Pattern],
         call: Attention | ForwardCall,
     ) -> None:
-        """Keep the measurements of a call, with the maps of chosen images, until the forward
-        ends.
+        """Keep the measurements of a call, with the maps of chosen images,
+        until the forward ends.
         """
         if not check_measured(probe, measured, by_image=True):
             return
@@ -447,8 +447,8 @@ class Collector(AttentionListener):
         before: int,
         batch: int,
     ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
-        """Return the numbers in the forward of the chosen images, and their maps; note why there
-        are none.
+        """Return the numbers in the forward of the chosen images,
+        and their maps; note why there are none.
 
         Args:
             probe: Probe with maps.
@@ -501,8 +501,8 @@ class Collector(AttentionListener):
         return [numbers[row] for row in rows], maps
 
     def _cell_pixels(self, attention: Attention) -> float | None:
-        """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not
-        square.
+        """Return the side of a cell in pixels of the input;
+        None if it is unknown, or cells are not square.
         """
         # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of
         # the batch.

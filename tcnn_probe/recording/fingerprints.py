@@ -1,5 +1,5 @@
-"""Fingerprints of images and weights, which show that a recording is continued with other images or
-weights.
+"""Fingerprints of images and weights, which show
+that a recording is continued with other images or weights.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ _SAMPLED = 16
 
 
 class ImageHashes:
-    """Hashes of the images whose maps are kept, by number in the epoch, from a sample of their
-    values.
+    """Hashes of the images whose maps are kept,
+    by number in the epoch, from a sample of their values.
 
     Attributes:
         passed: Number of images of the forwards that have ended.
@@ -36,8 +36,8 @@ class ImageHashes:
     """
 
     SAMPLES = 512
-    """Approximate sample size: small enough to copy in each forward, and large enough to tell
-    images apart.
+    """Approximate sample size: small enough to copy in each forward,
+    and large enough to tell images apart.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -52,8 +52,8 @@ class ImageHashes:
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
 
     def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
-        """Copy values of the chosen images from the inputs of a measured call, unless its forward
-        has shown images.
+        """Copy values of the chosen images from the inputs of a measured call,
+        unless its forward has shown images.
         """
         self._has_images &= continues
         batch = batch_of(inputs)
@@ -91,8 +91,8 @@ class ImageHashes:
 
 
 class ResumedWeights:
-    """Fingerprints of a model's weights, which show if a recording is continued by another
-    training.
+    """Fingerprints of a model's weights, which show
+    if a recording is continued by another training.
 
     Args:
         model: Model that is recorded.
@@ -111,16 +111,16 @@ class ResumedWeights:
         self._marked = ""
 
     def mark(self) -> str:
-        """Return the fingerprint to store with a mark; "" if validation and training use different
-        weights.
+        """Return the fingerprint to store with a mark;
+        "" if validation and training use different weights.
         """
         self._resumes = False
         self._marked = "" if self._swapped else weights_fingerprint(self._model)
         return self._marked
 
     def check(self) -> None:
-        """Compare the weights before the first training forward after a mark with those of the
-        mark.
+        """Compare the weights before the first training forward
+        after a mark with those of the mark.
 
         In a resumed recording, a warning is given if they differ. Later, a difference shows that
         validation uses other weights than training.
@@ -148,8 +148,8 @@ class ResumedWeights:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Return a hash of the parameters' names and shapes and one of a sample of their values, joined
-    by a dash.
+    """Return a hash of the parameters' names and shapes
+    and one of a sample of their values, joined by a dash.
 
     The result is "" if values cannot be sampled: if parameters are sharded over processes, of a
     type other than ``nn.Parameter``, such as quantised ones, or on the meta device, as between the

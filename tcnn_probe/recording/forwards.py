@@ -119,8 +119,8 @@ class ForwardCounter:
         return True
 
     def _drop_idle_forward(self, measuring: Callable[[], Set[nn.Module]]) -> None:
-        """Uncount the previous forward if it was of parts in which nothing is measured, such as an
-        embedding.
+        """Uncount the previous forward if it was of parts
+        in which nothing is measured, such as an embedding.
         """
         entries, self._entries = self._entries, set()
         if not self._has_number or not self.belongs_to_epoch:

@@ -131,8 +131,8 @@ def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[L
 
 
 def map_values(collector: Collector) -> list[LayerValues]:
-    """Return the maps of chosen images and their numbers; layers whose maps have the same shape
-    share a group.
+    """Return the maps of chosen images and their numbers;
+    layers whose maps have the same shape share a group.
     """
     sampling, entries = collector.sampling, []
     for key, layer in collector.layers.items():
@@ -226,8 +226,8 @@ def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[
 def with_joined(
     groups: Groups, entries: Iterable[LayerValues], order: Mapping[str, int]
 ) -> dict[str, Group]:
-    """Return the groups of a recording with the layers that have run for the first time, after
-    those that are there.
+    """Return the groups of a recording with the layers
+    that have run for the first time, after those that are there.
     """
     known = {
         (_kind_of_place(place), layer) for place, group in groups.items() for layer in group.layers
@@ -246,8 +246,8 @@ def with_joined(
 
 
 def _kind_of_place(place: str) -> str:
-    """Return what groups of maps of different sizes have in common, "maps" or "maps/classes"; else
-    the place.
+    """Return what groups of maps of different sizes have in common,
+    "maps" or "maps/classes"; else the place.
     """
     return place.rpartition("/")[0] or place
 
@@ -287,8 +287,8 @@ def assemble(
 
 
 def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a warning of layers, and of variables, that the recording began without; an empty list
-    for none.
+    """Return a warning of layers, and of variables,
+    that the recording began without; an empty list for none.
     """
     if not dropped:
         return []
@@ -301,8 +301,8 @@ def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[str]:
-    """Return a warning that names the layers with NaN or infinite numbers; an empty list if there
-    are none.
+    """Return a warning that names the layers with NaN or infinite numbers;
+    an empty list if there are none.
     """
     counts: dict[str, int] = {}
     broken: list[str] = []

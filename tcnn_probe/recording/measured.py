@@ -16,8 +16,8 @@ __all__ = ["MAPS_BY_CLASS", "Measured", "check_measured", "select_classes"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 MAPS_BY_CLASS = "attention_by_class"
-"""Variable with maps of all classes when it is measured, and only of the chosen classes when it is
-recorded.
+"""Variable with maps of all classes when it is measured,
+and only of the chosen classes when it is recorded.
 """
 
 
@@ -102,8 +102,8 @@ def select_classes(
     rows: Sequence[int],
     images: int,
 ) -> tuple[Mapping[str, Tensor], str]:
-    """Keep only the maps of the chosen classes, and add the index and the score of each of these
-    classes.
+    """Keep only the maps of the chosen classes,
+    and add the index and the score of each of these classes.
 
     Args:
         maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K,

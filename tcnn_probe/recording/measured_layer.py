@@ -1,5 +1,5 @@
-"""A measured layer: what a probe reads of its parameters and of their gradients, apart from
-forwards.
+"""A measured layer: what a probe reads of its parameters
+and of their gradients, apart from forwards.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ class GradientSums:
         ]
 
     def follow(self) -> None:
-        """Add hooks to all parameters that are not frozen; frozen ones get theirs in a later call,
-        once unfrozen.
+        """Add hooks to all parameters that are not frozen;
+        frozen ones get theirs in a later call, once unfrozen.
         """
         frozen = []
         for parameter, variable, squares in self._unhooked:
@@ -94,8 +94,8 @@ class GradientSums:
         parameter: int,
         gradient: Tensor,
     ) -> None:
-        """Add a parameter's gradient of one backward pass, unless it overflowed, as under a
-        gradient scaler.
+        """Add a parameter's gradient of one backward pass,
+        unless it overflowed, as under a gradient scaler.
         """
         if self._ignores():
             return

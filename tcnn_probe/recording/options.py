@@ -1,5 +1,5 @@
-"""Parsing of the arguments of ``record()`` and ``mark()``: forwards, images, classes, marks,
-scalars, attributes.
+"""Parsing of the arguments of ``record()`` and ``mark()``:
+forwards, images, classes, marks, scalars, attributes.
 """
 
 import json
@@ -68,8 +68,8 @@ class Sampling:
     def parse(
         cls, when: When, every: int, max_images: int | None, images: Any, classes: Any
     ) -> "Sampling":
-        """Parse the arguments of ``record()``; ``images`` is a number of images, a list of indices,
-        or None.
+        """Parse the arguments of ``record()``; ``images`` is a number of images,
+        a list of indices, or None.
         """
         check_choice("when", when, _MODES)
         return cls(
@@ -113,8 +113,8 @@ def _parse_classes(
 def parse_mark(
     values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked
 ) -> tuple[int | float, dict[str, float]]:
-    """Return the epoch, or another coordinate of marks, and the scalars among the arguments of
-    ``mark()``.
+    """Return the epoch, or another coordinate of marks,
+    and the scalars among the arguments of ``mark()``.
     """
     check_choice("if_marked", if_marked, get_args(IfMarked))
     scalars = dict(values)
@@ -152,8 +152,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the user's attributes of a recording after checking that they are plain JSON and have
-    free names.
+    """Return the user's attributes of a recording
+    after checking that they are plain JSON and have free names.
     """
     plain = dict(attrs or {})
     if reserved := sorted(OWN_ATTRIBUTES & plain.keys()):

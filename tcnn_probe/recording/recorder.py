@@ -63,8 +63,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Record what the attention heads of a model do, epoch by epoch; ``tcnn_probe.record`` is its
-    usual name.
+    """Record what the attention heads of a model do,
+    epoch by epoch; ``tcnn_probe.record`` is its usual name.
 
     ::
 
@@ -193,16 +193,16 @@ class Recorder:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the recorded layers, in the model's order; attention layers are known after the
-        first forward.
+        """Names of the recorded layers, in the model's order;
+        attention layers are known after the first forward.
         """
         names = {name for name, _ in self._collector.layers}
         return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """Reasons why layers that look like attention cannot be recorded, by layer; known after the
-        first forward.
+        """Reasons why layers that look like attention cannot be recorded,
+        by layer; known after the first forward.
         """
         return dict(self._collector.stream.unsupported)
 
@@ -213,8 +213,8 @@ class Recorder:
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
-        """Marks so far, including those of a continued store: epochs, steps or values of the
-        ``along`` coordinate.
+        """Marks so far, including those of a continued store:
+        epochs, steps or values of the ``along`` coordinate.
         """
         return self._store.marks if self._ranks.writes else self._marks
 
@@ -232,8 +232,8 @@ class Recorder:
 
     @property
     def tree(self) -> xr.DataTree:
-        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and other
-        probes by kind.
+        """The whole recording: scalars at the root,
+        ``tree["heads"]``, ``tree["maps"]``, and other probes by kind.
         """
         self._check_marked()
         return self._store.tree()
@@ -244,8 +244,8 @@ class Recorder:
         if_marked: IfMarked = "error",
         **values: SupportsFloat,
     ) -> None:
-        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and
-        starts the next one.
+        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``,
+        and starts the next one.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength
         and centre are read from the layers at this moment. When this returns, the epoch is stored.
@@ -311,24 +311,24 @@ class Recorder:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def trust_weights(self) -> None:
-        """Accept, without a warning, that a training continues from weights other than those of the
-        last mark.
+        """Accept, without a warning, that a training continues
+        from weights other than those of the last mark.
 
         An example are the weights of a checkpoint within an epoch.
         """
         self._weights.trust()
 
     def discard(self) -> None:
-        """Forget what was measured since the previous mark, for example in a validation that
-        failed.
+        """Forget what was measured since the previous mark,
+        for example in a validation that failed.
         """
         with self._collector.lock:
             self._collector.reset()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing inside the ``with``, in any thread, for example during a second
-        evaluation in an epoch.
+        """Measure nothing inside the ``with``, in any thread,
+        for example during a second evaluation in an epoch.
         """
         self._collector.forwards.pauses += 1
         try:
@@ -428,8 +428,8 @@ class Recorder:
         return warned + (self._warn_of_alarms() if self._watches_health else [])
 
     def _once(self, topic: str, texts: list[str]) -> list[str]:
-        """Return the warnings the first time that there are any of this topic, else an empty
-        list.
+        """Return the warnings the first time that there are any of this topic,
+        else an empty list.
         """
         if not texts or topic in self._warned:
             return []
@@ -459,8 +459,8 @@ class Recorder:
                 collector.note_absence(entry.layer, entry.values, mark)
 
     def _attributes(self, hashes: Mapping[str, str]) -> dict[str, str]:
-        """Return the reasons why layers or variables are not recorded, and the hashes of images, of
-        all runs so far.
+        """Return the reasons why layers or variables are not recorded,
+        and the hashes of images, of all runs so far.
         """
         attrs = self._store.attrs or {}
         unsupported, missing, stored_hashes = (
@@ -489,8 +489,8 @@ class Recorder:
             )
 
     def _warn_of_missing_grids(self) -> list[str]:
-        """Return warnings of layers that lack distances and maps, with advice, once for each
-        layer.
+        """Return warnings of layers that lack distances and maps,
+        with advice, once for each layer.
         """
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.advice.items():

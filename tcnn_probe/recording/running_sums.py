@@ -1,5 +1,5 @@
-"""Sums over the forwards since the previous mark, on the devices of the layers, and maps of chosen
-images.
+"""Sums over the forwards since the previous mark,
+on the devices of the layers, and maps of chosen images.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,8 +150,8 @@ def _size(shapes: Iterable[tuple[str, torch.Size]]) -> int:
 
 
 def _as_rows(value: Tensor) -> Tensor:
-    """Return (B, *dims) as (B, n), in a dtype that holds all values when it is concatenated with
-    others.
+    """Return (B, *dims) as (B, n), in a dtype
+    that holds all values when it is concatenated with others.
     """
     value = value if value.is_floating_point() else widest(value)
     return value.reshape(len(value), -1)

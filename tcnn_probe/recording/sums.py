@@ -1,5 +1,5 @@
-"""Sums of an epoch: what a layer's measurements add up to between two marks, and how numbers follow
-from them.
+"""Sums of an epoch: what a layer's measurements add up to between two marks,
+and how numbers follow from them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,8 +25,8 @@ MIXED_SIZES = "images of several sizes came between two marks: mark() after thos
 
 @dataclass
 class EpochSums:
-    """Sums of a layer's measurements by a probe, in arrays that ranks can exchange, or in tensors
-    while they grow.
+    """Sums of a layer's measurements by a probe,
+    in arrays that ranks can exchange, or in tensors while they grow.
 
     Attributes:
         images: Number of images that the layer saw.
@@ -73,8 +73,8 @@ class EpochSums:
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
-        """Return the numbers of the epoch: those read from parameters, and those that follow from
-        sums.
+        """Return the numbers of the epoch: those read from parameters,
+        and those that follow from sums.
 
         Variables say how they are summed over images (:attr:`Variable.over_images`). Norms of
         gradients are root mean squares over backward passes. Sums of attention have a function of

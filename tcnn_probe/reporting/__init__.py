@@ -1,5 +1,5 @@
-"""A recording, or attention maps, as one page that a browser shows without a network; a recording
-needs Bokeh.
+"""A recording, or attention maps, as one page
+that a browser shows without a network; a recording needs Bokeh.
 """
 
 from tcnn_probe.reporting.explorer import explore

@@ -1,5 +1,5 @@
-"""What a recording of a finished network says about its heads, in sentences: which are local, which
-find objects.
+"""What a recording of a finished network says about its heads,
+in sentences: which are local, which find objects.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ _MEANINGS = {
     "mixed": "does several of these, none of them mainly",
 }
 _NEAR = 2.0
-"""Mean distance in patches up to which a convolutional head is local: that of a 5 x 5 kernel's
-border.
+"""Mean distance in patches up to which a convolutional head is local:
+that of a 5 x 5 kernel's border.
 """
 _LIFT = 1.5
-"""Attention on objects, as a multiple of their area, from which on a head singles them out.
-Ours.
+"""Attention on objects, as a multiple of their area,
+from which on a head singles them out. Ours.
 """
 _NAMED = 8  # heads that a sentence names; the page and the JSON have all of them
 _CHEAP = 0.01
-"""First-order cost of removing a head, as a share of the median head's, below which it does
-nothing. Ours.
+"""First-order cost of removing a head, as a share of the median head's,
+below which it does nothing. Ours.
 """
 _SILENT = ("silent head", "no-op sink")
 
@@ -71,8 +71,8 @@ def type_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def answers(run: Run) -> list[Answer]:
-    """Answer questions about the heads of a finished network, from the last mark of its
-    recording.
+    """Answer questions about the heads of a finished network,
+    from the last mark of its recording.
     """
     if TYPE not in run.numbers:
         return []

@@ -1,5 +1,5 @@
-"""Drawings of the page by matplotlib: the parts of each head's attention, and the kernels of its
-convolution.
+"""Drawings of the page by matplotlib: the parts of each head's attention,
+and the kernels of its convolution.
 """
 
 import io
@@ -33,8 +33,8 @@ _DPI = 150
 
 
 def draw_heads(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Draw what the heads of each run depend on: ``of`` which run, ``meaning`` in words, and
-    ``svg``.
+    """Draw what the heads of each run depend on:
+    ``of`` which run, ``meaning`` in words, and ``svg``.
 
     The parts are bars of the last mark and, of several marks, bands over them. Kernels are those of
     the last mark, of several seeds the first that recorded them. Nothing is drawn of what a run
@@ -52,8 +52,8 @@ def draw_heads(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def _figures(run: Run) -> Iterator[tuple[Run, str, Figure]]:
-    """Yield figures of a run, with the run or seed that they show and a description for screen
-    readers.
+    """Yield figures of a run, with the run or seed
+    that they show and a description for screen readers.
     """
     numbers, last = run.numbers, {run.along: -1}
     if {"selectivity", *PARTS} <= {*numbers.data_vars} and bool(

@@ -34,8 +34,8 @@ def explore(
     *,
     max_mb: float = 50,
 ) -> Report:
-    """Show attention maps as a page: click a pixel, or choose a head, a layer, the class token or
-    another query.
+    """Show attention maps as a page: click a pixel,
+    or choose a head, a layer, the class token or another query.
 
     ::
 

@@ -33,8 +33,8 @@ DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
 TYPES = [
     OKABE_ITO[name] for name in ("blue", "sky blue", "vermillion", "orange", "yellow", "green")
 ]
-"""Colours of types of heads: blue where attention is the same for all images, red where it depends
-on the image.
+"""Colours of types of heads: blue where attention is the same for all images,
+red where it depends on the image.
 """
 
 SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
@@ -64,8 +64,8 @@ _DOTS = 40  # marks; with more of them, dots would merge into a thick line
 def grid(
     axes: Axes, name: str, counts: Mapping[str, int]
 ) -> tuple[figure, ColumnDataSource, LinearColorMapper, ColumnDataSource]:
-    """Draw a grid of layers x heads, the first layer at the top, with ``counts`` heads in each
-    layer.
+    """Draw a grid of layers x heads, the first layer at the top,
+    with ``counts`` heads in each layer.
 
     Return the figure; the source of its cells, in which the page fills in "value" and "text"; their
     colours; and the source of the box around the selected cell.
@@ -117,8 +117,8 @@ def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
 
 
 def grid_width(axes: Axes) -> int:
-    """Return a width for a grid, in pixels: 30 for each head, 9 for each letter of the layers'
-    names.
+    """Return a width for a grid, in pixels:
+    30 for each head, 9 for each letter of the layers' names.
     """
     return max(
         280,
@@ -182,8 +182,8 @@ def axis_title(variable: dict[str, Any]) -> str:
 def _draw_range(
     plot: figure, along: str, name: str, source: ColumnDataSource, color: str, part: str
 ) -> None:
-    """Draw the range of a run's seeds as a band; and as strokes, since the band of a single mark
-    has no area.
+    """Draw the range of a run's seeds as a band;
+    and as strokes, since the band of a single mark has no area.
     """
     low, high = f"{name} low", f"{name} high"
     source.add([], low)

@@ -15,8 +15,8 @@ __all__ = ["checks", "finding_rows", "headline", "sign_rows"]
 
 
 def finding_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Describe the findings in all recordings, worst first, with their places on the page's
-    axes.
+    """Describe the findings in all recordings,
+    worst first, with their places on the page's axes.
     """
     findings = [
         (name, finding)
@@ -48,8 +48,8 @@ def _describe(axes: Axes, name: str, finding: Finding) -> dict[str, Any]:
 
 
 def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Describe the signs in recordings of finished networks: one row for all layers of a network
-    that share a sign.
+    """Describe the signs in recordings of finished networks:
+    one row for all layers of a network that share a sign.
     """
     rows = []
     for name, recording in _recordings(runs):
@@ -83,8 +83,8 @@ def headline(rows: Sequence[dict[str, Any]], runs: Sequence[Run]) -> str:
 
 
 def checks(runs: Sequence[Run]) -> list[str]:
-    """Say what was looked for and what was not recorded: once for all recordings of which the same
-    holds.
+    """Say what was looked for and what was not recorded:
+    once for all recordings of which the same holds.
     """
     names: dict[tuple[str, ...], list[str]] = {}
     for name, recording in _recordings(runs):
@@ -119,8 +119,8 @@ def _checks_of(run: Run) -> Iterator[str]:
 
 
 def _recordings(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
-    """Yield all recordings with their names; "" for the only run, of seeds with the run's name if
-    there are several.
+    """Yield all recordings with their names; "" for the only run,
+    of seeds with the run's name if there are several.
     """
     for run in runs:
         for recording in run.recordings:

@@ -11,8 +11,8 @@ from tcnn_probe.reporting.recordings import Run
 __all__ = ["NO_VALUE", "Choice", "Maps", "choose_maps", "encode_maps", "pack_maps"]
 
 NO_VALUE = 255
-"""Byte of a cell that is NaN; other bytes are shares of the map's largest value, in steps of 1 /
-254.
+"""Byte of a cell that is NaN; other bytes are shares
+of the map's largest value, in steps of 1 / 254.
 """
 
 
@@ -86,8 +86,8 @@ def pack_maps(run: Run, choice: Choice) -> list[Maps]:
 
 
 def _bytes_per_mark(values: xr.DataArray, along: str) -> int:
-    """Count the bytes of a variable of maps at a mark: the cells of each map, and its largest value
-    as float32.
+    """Count the bytes of a variable of maps at a mark:
+    the cells of each map, and its largest value as float32.
     """
     maps = int(
         np.prod(
@@ -105,8 +105,8 @@ def _sheet_shape(windows: int) -> tuple[int, int]:
 
 
 def _sheet(values: xr.DataArray) -> xr.DataArray:
-    """Lay windows (window, y, x) side by side, row by row, with a line of NaN between them: (y,
-    x).
+    """Lay windows (window, y, x) side by side,
+    row by row, with a line of NaN between them: (y, x).
     """
     rows, columns = _sheet_shape(values.sizes["window"])
     extra = rows * columns - values.sizes["window"]

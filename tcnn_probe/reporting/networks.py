@@ -1,5 +1,5 @@
-"""Finished networks as plain data: the answers of a page, and the numbers of all heads, for
-JSON.
+"""Finished networks as plain data: the answers of a page,
+and the numbers of all heads, for JSON.
 """
 
 import json
@@ -16,8 +16,8 @@ __all__ = ["describe_network", "facts_of", "first_head", "image_names"]
 
 
 def describe_network(axes: Axes, run: Run) -> dict[str, Any]:
-    """Describe a finished network: answers to questions, its types of heads and what they rest
-    on.
+    """Describe a finished network: answers to questions,
+    its types of heads and what they rest on.
     """
     rows, columns = [*axes.layers], axes.heads
     return {
@@ -53,8 +53,8 @@ def image_names(axes: Axes, runs: Sequence[Run]) -> list[str]:
 
 
 def first_head(networks: Sequence[dict[str, Any]]) -> list[int]:
-    """Return row and column of the head with which the page opens: the first that an answer
-    names.
+    """Return row and column of the head with which the page opens:
+    the first that an answer names.
     """
     named = [
         head for network in networks for answer in network["answers"] for head in answer["heads"]
@@ -63,8 +63,8 @@ def first_head(networks: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def facts_of(runs: Sequence[Run], text: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page of finished networks says, with the numbers of all heads, in plain
-    JSON.
+    """Return what the page of finished networks says,
+    with the numbers of all heads, in plain JSON.
     """
     networks = [
         {

@@ -49,8 +49,8 @@ def missing(
     max_mb: float,
     recorded: int,
 ) -> list[str]:
-    """Say what is missing from the page, which has some of the recorded marks, or that nothing
-    is.
+    """Say what is missing from the page, which has some
+    of the recorded marks, or that nothing is.
     """
     lines = []
     if len(axes.marks) < recorded:
@@ -140,8 +140,8 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
 
 
 def mapped_seed(run: Run) -> str:
-    """Return the name of the seed whose maps are those of a run; "" if there are no seeds, or no
-    maps.
+    """Return the name of the seed whose maps are those of a run;
+    "" if there are no seeds, or no maps.
     """
     return next((seed.name for seed in run.seeds if seed.maps), "")
 

@@ -53,8 +53,8 @@ _PALETTES = {
 
 
 def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> tuple[str, dict[str, Any]]:
-    """Make the page of one to four runs, HTML without references, and say what it says of finished
-    networks, as data.
+    """Make the page of one to four runs, HTML without references,
+    and say what it says of finished networks, as data.
 
     Pictures are data URLs of the images, or none.
     """
@@ -135,8 +135,8 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> tuple[s
 
 
 def _size(numbers: bytes) -> float:
-    """Return the bytes that numbers take on the page, where Bokeh compresses them; base64 adds a
-    third.
+    """Return the bytes that numbers take on the page,
+    where Bokeh compresses them; base64 adds a third.
     """
     return 4 / 3 * len(zlib.compress(numbers, 1))
 

@@ -67,8 +67,8 @@ class Axes:
     scalars: dict[str, dict[str, str]]
 
     def values(self, run: Run, name: str) -> NDArray[np.float64] | None:
-        """Put a run's variable on these axes, (marks, layers, heads), (marks, layers) or (marks,);
-        None if it has none.
+        """Put a run's variable on these axes, (marks, layers, heads),
+        (marks, layers) or (marks,); None if it has none.
 
         NaN where the run has no such mark, layer or head.
         """
@@ -86,8 +86,8 @@ class Axes:
 
 
 def read_run(recording: Any) -> Run:
-    """Split a recording into its parts; raise ValueError if it is none, or has no marks or
-    layers.
+    """Split a recording into its parts; raise ValueError if it is none,
+    or has no marks or layers.
     """
     tree, source = _as_tree(recording)
     name = str(
@@ -146,8 +146,8 @@ def read_run(recording: Any) -> Run:
 
 
 def common_axes(runs: Sequence[Run]) -> Axes:
-    """Join the axes of all runs; raise ValueError if they were marked along different
-    dimensions.
+    """Join the axes of all runs; raise ValueError
+    if they were marked along different dimensions.
     """
     for run in runs:
         if run.along != runs[0].along:
@@ -233,8 +233,8 @@ def _count_heads(groups: Iterable[xr.Dataset]) -> dict[str, int]:
 def _variables_by_layer(
     groups: Sequence[xr.Dataset], along: str, layers: list[str]
 ) -> dict[str, xr.DataArray]:
-    """Put all variables, (marks, layer) or (marks, layer, head), on the same layers and heads, NaN
-    where there is none.
+    """Put all variables, (marks, layer) or (marks, layer, head),
+    on the same layers and heads, NaN where there is none.
 
     Of variables of the same name, the first group's is taken.
     """
@@ -255,8 +255,8 @@ def _variables_by_layer(
 
 
 def _types(flat: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return the types of heads as numbers, unless variables that they depend on were not
-    recorded.
+    """Return the types of heads as numbers,
+    unless variables that they depend on were not recorded.
     """
     try:
         with warnings.catch_warnings():

@@ -108,8 +108,8 @@ def _named(runs: Sequence[Run], names: Sequence[Any]) -> list[Run]:
 
 
 def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:
-    """Return the names of recordings; where they are not distinct, with their folders, or with
-    letters.
+    """Return the names of recordings; where they are not distinct,
+    with their folders, or with letters.
     """
     names = [run.name for run in runs]
     if len(set(names)) == len(names):

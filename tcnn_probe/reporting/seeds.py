@@ -1,5 +1,5 @@
-"""Recordings of the same training with different seeds as a single run: means, and the range of the
-seeds.
+"""Recordings of the same training with different seeds as a single run:
+means, and the range of the seeds.
 """
 
 import json
@@ -97,8 +97,8 @@ def _joined_attrs(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _joined_reasons(texts: Sequence[str]) -> str:
-    """Join tables of what is missing and why, by layer or by variable and layer; of two reasons,
-    keep the first.
+    """Join tables of what is missing and why,
+    by layer or by variable and layer; of two reasons, keep the first.
     """
     joined: dict[str, Any] = {}
     for text in texts:

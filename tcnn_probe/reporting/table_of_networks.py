@@ -16,8 +16,8 @@ _TEMPLATE = Path(__file__).with_name("browser") / "networks.html"
 def table_of_networks(
     facts: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]
 ) -> Report:
-    """Make a page with a row for each network: its heads by type, and how many answer each
-    question.
+    """Make a page with a row for each network:
+    its heads by type, and how many answer each question.
 
     Args:
         facts: What the page of each network says (:attr:`Report.facts`), by the address of this

@@ -1,5 +1,5 @@
-"""Numbers of a page: every variable of every run in a block of float32, and a table of their
-places.
+"""Numbers of a page: every variable of every run
+in a block of float32, and a table of their places.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]], bytes]:
-    """Describe the variables, types first; and pack their values, (marks, layers, heads), run after
-    run.
+    """Describe the variables, types first; and pack their values,
+    (marks, layers, heads), run after run.
 
     All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses
     better. ``starts`` holds the place where the values of each run begin, None where a run has
@@ -77,8 +77,8 @@ def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]
 
 
 def _place_on_page(row: dict[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a variable: types first, then numbers of heads, what they are made of
-    before the rest.
+    """Return the sort key of a variable: types first,
+    then numbers of heads, what they are made of before the rest.
     """
     leads = row["name"] in _LEADING
     place = _LEADING.index(row["name"]) if leads else len(_LEADING)
@@ -90,8 +90,8 @@ def _place(axes: Axes, values: xr.Dataset | None, name: str) -> NDArray[np.float
 
 
 def _largest_difference(values: Sequence[NDArray[np.float64] | None]) -> float:
-    """Return the largest difference between two runs; 0 if there are not two, or one lacks the
-    variable.
+    """Return the largest difference between two runs;
+    0 if there are not two, or one lacks the variable.
     """
     if len(values) != 2 or values[0] is None or values[1] is None:
         return 0.0

@@ -1,5 +1,5 @@
-"""Measures of features of images, on plain arrays: how well they predict classes, and their
-geometry.
+"""Measures of features of images, on plain arrays:
+how well they predict classes, and their geometry.
 
 Features have the shape (n, ...) for n images; all dimensions after the first are flattened.
 Measures that exist for single images are returned by image, for

@@ -7,8 +7,8 @@ __all__ = ["feature_matrix", "label_vector"]
 
 
 def feature_matrix(features: ArrayLike, name: str = "features", images: int = 1) -> np.ndarray:
-    """Return finite features in float64, shape (n, C); raise ValueError for fewer than ``images``
-    images.
+    """Return finite features in float64, shape (n, C);
+    raise ValueError for fewer than ``images`` images.
     """
     matrix = np.asarray(features, dtype=np.float64)
     if matrix.ndim < 2 or len(matrix) < images or not matrix.size:

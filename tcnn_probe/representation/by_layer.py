@@ -108,8 +108,8 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
 
 
 def own_channels(values: np.ndarray) -> np.ndarray | None:
-    """Drop the channels beyond a layer's own, (image, channel); return None if a number is missing
-    or infinite.
+    """Drop the channels beyond a layer's own, (image, channel);
+    return None if a number is missing or infinite.
     """
     # Padding is NaN for all images; a channel that is NaN for some images has missing features.
     matrix = values[:, ~np.isnan(values).all(0)]

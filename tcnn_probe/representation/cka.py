@@ -1,5 +1,5 @@
-"""Linear CKA: the similarity of two representations of the same images, by layers, epochs or
-models.
+"""Linear CKA: the similarity of two representations
+of the same images, by layers, epochs or models.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
 
 
 def _reduce_channels(features: ArrayLike) -> np.ndarray:
-    """Shift and rotate features into at most as many channels as images, which does not change the
-    CKA.
+    """Shift and rotate features into at most as many channels as images,
+    which does not change the CKA.
     """
     x = feature_matrix(features)
     x = x - x[0]
@@ -48,8 +48,8 @@ def _reduce_channels(features: ArrayLike) -> np.ndarray:
 
 @dataclass
 class _Sums:
-    """Sums over images for HSIC of features x and y: of x y^T, x, y, x |y|^2, y |x|^2, |x|^2,
-    |y|^2, |x|^2 |y|^2.
+    """Sums over images for HSIC of features x and y: of x y^T,
+    x, y, x |y|^2, y |x|^2, |x|^2, |y|^2, |x|^2 |y|^2.
     """
 
     xy: Any = 0.0
@@ -75,8 +75,8 @@ class _Sums:
         )
 
     def hsic(self, n: int) -> float:
-        """Estimate HSIC without bias from K = x x^T and L = y y^T without their diagonals (Song et
-        al. 2012).
+        """Estimate HSIC without bias from K = x x^T
+        and L = y y^T without their diagonals (Song et al. 2012).
 
         [tr(KL) + 1K1 1L1 / ((n - 1)(n - 2)) - 2 1KL1 / (n - 2)] / (n(n - 3))
         """
@@ -158,8 +158,8 @@ class LinearCKA:
             self._sums.setdefault((row, column), _Sums()).add(batch[row], batch[column])
 
     def result(self) -> xr.DataArray:
-        """Compute the CKA of all pairs of layers, dims ("layer", "other_layer"), from -1 to about
-        1.
+        """Compute the CKA of all pairs of layers,
+        dims ("layer", "other_layer"), from -1 to about 1.
 
         Raises:
             ValueError: There were fewer than 4 images.

@@ -21,8 +21,8 @@ def dense_probe(
     regularization: float = 1.0,
     by_image: bool = False,
 ) -> np.ndarray:
-    """Measure the intersection over union of each class, segmented by a linear classifier; the mean
-    is the mIoU.
+    """Measure the intersection over union of each class,
+    segmented by a linear classifier; the mean is the mIoU.
 
     The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
     A pixel has the features of its cell, so each cell counts once for each class in it, weighted by
@@ -105,8 +105,8 @@ def layer_dense_probe(
     *,
     regularization: float = 1.0,
 ) -> xr.DataArray:
-    """Apply :func:`dense_probe` to each layer; all layers are evaluated on the same pixels, for any
-    grids.
+    """Apply :func:`dense_probe` to each layer;
+    all layers are evaluated on the same pixels, for any grids.
 
     Args:
         features, train_features: Feature maps by the layer's name.
@@ -144,8 +144,8 @@ def layer_dense_probe(
 
 
 def _cells(features: ArrayLike, masks: ArrayLike, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return features of the cells, (cells, C), and the classes of their pixels, (cells, pixels of
-    a cell).
+    """Return features of the cells, (cells, C),
+    and the classes of their pixels, (cells, pixels of a cell).
     """
     maps, classes = np.asarray(features, dtype=np.float64), np.asarray(masks)
     if maps.ndim != 4 or classes.shape[:1] != maps.shape[:1] or classes.ndim != 3:

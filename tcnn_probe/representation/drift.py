@@ -25,8 +25,8 @@ _CKA_IMAGES = 4
 
 
 def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
-    """Compute how much the cosines between the patches of an image differ between two
-    representations.
+    """Compute how much the cosines between the patches
+    of an image differ between two representations.
 
     The distance is ``|G(x) - G(y)|_F / N``, where G(x) is the N x N matrix of cosines between the N
     patches of an image: the root mean square difference of these cosines, from 0 to 2. It does not

@@ -17,8 +17,8 @@ def linear_probe_correct(
     *,
     regularization: float = 1.0,
 ) -> np.ndarray:
-    """Classify images by a linear classifier that is fitted to other images; the mean of the result
-    is its accuracy.
+    """Classify images by a linear classifier that is fitted to other images;
+    the mean of the result is its accuracy.
 
     The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
 

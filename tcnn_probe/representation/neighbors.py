@@ -1,5 +1,5 @@
-"""Nearest neighbours: a classifier without training, and retrieval by category (Grafit; Touvron's
-thesis, Chapter 2).
+"""Nearest neighbours: a classifier without training,
+and retrieval by category (Grafit; Touvron's thesis, Chapter 2).
 
 Neighbours are searched in a gallery, or, without one, among the other images of the same set.
 """
@@ -78,8 +78,8 @@ def average_precision(
     coarse_probabilities: ArrayLike | None = None,
     gallery_coarse: ArrayLike | None = None,
 ) -> np.ndarray:
-    """Compute the average precision of ranking a gallery by similarity to each image; the mean is
-    the mAP.
+    """Compute the average precision of ranking a gallery
+    by similarity to each image; the mean is the mAP.
 
     The score is the cosine, or, with coarse labels, cos(x', x) + log(p / (1 - p)), where p is the
     probability that the query x' has the coarse label of the gallery's image x (thesis, Eq. 2.5).
@@ -130,8 +130,8 @@ def average_precision(
 
 
 def _precision(scores: np.ndarray, relevant: np.ndarray) -> float:
-    """Return the mean over the relevant images of the precision at their rank; equal scores share a
-    rank.
+    """Return the mean over the relevant images of the precision at their rank;
+    equal scores share a rank.
 
     This is scikit-learn's average_precision_score, whose input checks take most of its time for a
     single query.

@@ -10,8 +10,8 @@ __all__ = ["participation_ratio", "pca_energy"]
 
 
 def pca_energy(features: ArrayLike) -> np.ndarray:
-    """Compute the share of the variance in the first 1, 2, ... principal components (Touvron's
-    thesis, Fig. 2.1).
+    """Compute the share of the variance in the first 1, 2,
+    ... principal components (Touvron's thesis, Fig. 2.1).
 
     The lower the curve, the more directions share the variance.
 
@@ -31,8 +31,8 @@ def pca_energy(features: ArrayLike) -> np.ndarray:
 
 
 def participation_ratio(features: ArrayLike) -> float:
-    """Compute the effective number of principal components, (sum of variances)^2 / sum of squared
-    variances.
+    """Compute the effective number of principal components,
+    (sum of variances)^2 / sum of squared variances.
 
     It is 1 if a single direction has all the variance, and C if all C directions have the same
     variance, but at most n - 1. With few images it is too low. (Gao et al. 2017, A theory of

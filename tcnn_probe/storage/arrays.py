@@ -32,8 +32,8 @@ _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 
 
 def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the chunks of an array whose marks have rows of this shape: (marks, *row), or less of
-    a large row.
+    """Return the chunks of an array whose marks have rows of this shape:
+    (marks, *row), or less of a large row.
     """
     # A chunk has at least the size 1, even along a dimension of size 0.
     sizes = [max(size, 1) for size in row]
@@ -56,8 +56,8 @@ def require_variable(
     *,
     maps: bool = False,
 ) -> zarr.Array[Any]:
-    """Return the stored array over the marks; if there is none, create it with fill values for the
-    marks so far.
+    """Return the stored array over the marks; if there is none,
+    create it with fill values for the marks so far.
     """
     if stored is not None:
         return stored
@@ -81,8 +81,8 @@ def require_variable(
 def require_labels(
     group: zarr.Group, name: str, labels: Sequence[Any], stored: Any, *, changed: bool
 ) -> None:
-    """Create the labels along a dimension; those that are stored are written again if they have
-    changed.
+    """Create the labels along a dimension; those
+    that are stored are written again if they have changed.
     """
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
@@ -110,8 +110,8 @@ def require_labels(
 
 
 def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
-    """Extend arrays to this number of marks, and write the last row of each; None stands for fill
-    values.
+    """Extend arrays to this number of marks,
+    and write the last row of each; None stands for fill values.
 
     They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have
     ended, so that none is written later.

@@ -1,5 +1,5 @@
-"""Recordings in directories: durable writes, a lock for one writer, and creation and replacement by
-renaming.
+"""Recordings in directories: durable writes,
+a lock for one writer, and creation and replacement by renaming.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class DurableStore(LocalStore):
         self._is_open = True  # opening would create the directory
 
     async def set(self, key: str, value: Buffer, *args: Any) -> None:
-        """Write an object to a temporary file, rename it, and wait until it and its new folders are
-        on the disk.
+        """Write an object to a temporary file, rename it,
+        and wait until it and its new folders are on the disk.
         """
         self._check_writable()
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
@@ -96,8 +96,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(directory: Path, name: str) -> FileLock:
-    """Take the lock of a directory for one writer; the system releases it when the process ends, in
-    whatever way.
+    """Take the lock of a directory for one writer;
+    the system releases it when the process ends, in whatever way.
 
     StoreError if another recorder holds it. Forked processes do not inherit it.
     """

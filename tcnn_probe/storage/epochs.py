@@ -1,5 +1,5 @@
-"""The store of one recording, which is created or continued, extended mark by mark, read and
-closed.
+"""The store of one recording, which is created or continued,
+extended mark by mark, read and closed.
 """
 
 import json
@@ -173,8 +173,8 @@ class EpochStore:
 
     @contextmanager
     def _place_to_write(self) -> Iterator[CheckedStore]:
-        """Give the store to write a mark to: for the first one, an empty one that takes the
-        recording's place.
+        """Give the store to write a mark to: for the first one,
+        an empty one that takes the recording's place.
         """
         if self._root is not None:
             yield self._root.checked(self._place, writes=True)
@@ -218,14 +218,14 @@ class EpochStore:
         return open_dataset(self._existing().checked(self._place))
 
     def tree(self) -> xr.DataTree:
-        """Open all groups, as :func:`open_recording` does, with the committed marks; values are
-        read lazily.
+        """Open all groups, as :func:`open_recording` does,
+        with the committed marks; values are read lazily.
         """
         return open_tree(self._existing().checked(self._place))
 
     def _fixed(self) -> dict[str, Any]:
-        """Return the attributes of the root that every recording has; none for one that has its
-        own.
+        """Return the attributes of the root that every recording has;
+        none for one that has its own.
         """
         if self._root is not None:
             return {}
@@ -348,8 +348,8 @@ def _check_names(groups: Mapping[str, Group], along: str) -> None:
 
 
 def _check_replaceable(place: Place) -> None:
-    """Raise StoreError if a place holds something that no recording has written, as replacing would
-    delete it.
+    """Raise StoreError if a place holds something that no recording has written,
+    as replacing would delete it.
     """
     try:
         known = Root.parse(place.root() or b"", place).names

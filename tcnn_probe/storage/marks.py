@@ -105,8 +105,8 @@ def _coordinate(
 
 
 def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, Any]:
-    """Delete arrays and groups that a killed mark has created, and layers that it has added to
-    others.
+    """Delete arrays and groups that a killed mark has created,
+    and layers that it has added to others.
 
     Return the arrays and groups that are there, by path.
     """

@@ -32,8 +32,8 @@ UNFINISHED = ".tcnn_probe.init"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in zarr's thread. After Ctrl-C, wait until it has ended, so that nothing is
-    written later.
+    """Run a coroutine in zarr's thread. After Ctrl-C,
+    wait until it has ended, so that nothing is written later.
     """
     ended = threading.Event()
 
@@ -70,8 +70,8 @@ class Place:
     writable: bool = True
 
     def root(self) -> bytes | None:
-        """Read the root ``zarr.json``; None if the place is empty or unfinished, StoreError if it
-        has other files.
+        """Read the root ``zarr.json``; None if the place is empty or unfinished,
+        StoreError if it has other files.
         """
         if self.directory is not None and not self.directory.is_dir():
             if self.directory.exists():
@@ -100,8 +100,8 @@ class Place:
         )
 
     def check_writable(self) -> None:
-        """Raise StoreError if a directory evidently cannot be written or created; nothing is
-        written for this check.
+        """Raise StoreError if a directory evidently cannot be written or created;
+        nothing is written for this check.
         """
         if self.directory is None:
             return
@@ -118,8 +118,8 @@ class Place:
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
-    """Return the place of a target: memory for None, a URL for a string with "://", a path for
-    other strings.
+    """Return the place of a target: memory for None,
+    a URL for a string with "://", a path for other strings.
 
     StoreError for an empty path, for a URL or store that cannot be opened, and for a store that
     cannot be written.

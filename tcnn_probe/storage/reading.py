@@ -66,8 +66,8 @@ def open_tree(store: Store) -> xr.DataTree:
 
 
 def numbers(tree: xr.DataTree) -> xr.Dataset:
-    """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` returns
-    them.
+    """Return heads and scalars of an opened recording in one dataset,
+    as ``xr.open_zarr`` returns them.
     """
     heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
     return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)
@@ -110,8 +110,8 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
 
 
 def _existing(place: Place) -> Root:
-    """Return the root of a recording to be read; StoreError if the place is empty or holds
-    something else.
+    """Return the root of a recording to be read;
+    StoreError if the place is empty or holds something else.
     """
     root = Root.read(place)
     if root is None:

@@ -1,5 +1,5 @@
-"""The root ``zarr.json``, which describes a recording and its number of marks; a mark writes it
-last.
+"""The root ``zarr.json``, which describes a recording
+and its number of marks; a mark writes it last.
 """
 
 import json
@@ -48,8 +48,8 @@ OWN_ATTRIBUTES = frozenset(
         "weights",
     ]
 )
-"""Attributes that a recording writes itself; a user's attributes of these names would be lost or
-misread.
+"""Attributes that a recording writes itself;
+a user's attributes of these names would be lost or misread.
 """
 GIVEN = "As given to mark()."
 """Description of scalars, which tells them from recorded variables."""
@@ -70,8 +70,8 @@ class Root:
 
     @staticmethod
     def is_at(place: Place) -> bool:
-        """Return True for a recording of any schema version, even a damaged one; StoreError for
-        something else.
+        """Return True for a recording of any schema version,
+        even a damaged one; StoreError for something else.
         """
         text = place.root()
         # The text is not parsed, because even a damaged root of ours must be told from a user's
@@ -196,8 +196,8 @@ class Root:
 
 
 def is_recorded(document: Mapping[str, Any]) -> bool:
-    """Return whether this is the metadata of an array of a recording, and not of one that a user
-    has added.
+    """Return whether this is the metadata of an array of a recording,
+    and not of one that a user has added.
     """
     if document["node_type"] != "array" or not document.get("dimension_names"):
         return False
@@ -206,8 +206,8 @@ def is_recorded(document: Mapping[str, Any]) -> bool:
 
 
 def tables(group: Group) -> dict[str, str]:
-    """Return the attributes of a group: its layers and the labels along its dimensions, as JSON,
-    and coordinates.
+    """Return the attributes of a group: its layers
+    and the labels along its dimensions, as JSON, and coordinates.
     """
     layers = {name: dict(about) for name, about in group.layers.items()}
     coords = {name: list(labels) for name, labels in group.coords.items()}

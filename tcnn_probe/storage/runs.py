@@ -30,8 +30,8 @@ Target = str | os.PathLike[str] | Store
 def open_recordings(
     target: Target | Mapping[str, Target] | Iterable[Target],
 ) -> xr.DataTree:
-    """Open a recording, or several joined, for reading. They are not changed, and may be written
-    meanwhile.
+    """Open a recording, or several joined, for reading. They are not changed,
+    and may be written meanwhile.
 
     ::
 
@@ -138,8 +138,8 @@ def _group(
     absent: Mapping[str, dict[str, list[Any]]],
     path: str,
 ) -> xr.Dataset:
-    """Join a group of all runs on the union of their labels, and note in ``absent`` what a run
-    lacks.
+    """Join a group of all runs on the union of their labels,
+    and note in ``absent`` what a run lacks.
     """
     present = {name: ds for name, ds in members.items() if ds is not None}
     datasets = [*present.values()]
@@ -234,8 +234,8 @@ class _Joined(BackendArray):
 
 
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the union of the labels of all runs: numbers ascending, text in the order of
-    appearance.
+    """Return the union of the labels of all runs:
+    numbers ascending, text in the order of appearance.
     """
     joined = np.concatenate(labels)
     return (

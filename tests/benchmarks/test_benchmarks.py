@@ -1,5 +1,5 @@
-"""Benchmarks with tiny models: every contestant runs, and tables and figures have the expected
-form.
+"""Benchmarks with tiny models: every contestant runs,
+and tables and figures have the expected form.
 """
 
 import importlib
@@ -118,8 +118,8 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
 
 
 def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ratio is that of recording, 1.2, although the second model takes 1.5 times as long as the
-    first.
+    """The ratio is that of recording, 1.2, although the second model takes 1.5 times
+    as long as the first.
     """
     benchmark = importlib.import_module("recorded_forward")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"]).eval()

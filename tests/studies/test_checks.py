@@ -1,5 +1,5 @@
-"""The check that ends each study, on numbers made by hand: it passes, and it fails where it has
-to.
+"""The check that ends each study, on numbers made by hand:
+it passes, and it fails where it has to.
 """
 
 import math
@@ -167,8 +167,8 @@ def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
 
 
 def knowledge(before: float = 1.0, gain: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return three stages and 100 images; neighbours find a share ``gain`` of them at the end, none
-    at the start.
+    """Return three stages and 100 images; neighbours find a share ``gain``
+    of them at the end, none at the start.
     """
     dims = ("model", "epoch", "layer")
     # Only the first stage, which precedes the attention layers, may be expected to equal the CNN's.
@@ -266,8 +266,8 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
 
 
 def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the other models
-    for one.
+    """Return two stages and nine scenes; the ResNet is trained for two epochs,
+    and the other models for one.
     """
     names = [
         dense_features.CNN,
@@ -292,8 +292,8 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
 
 
 def on_objects(start: float = 0.001, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return two trainings of 99 images; attention that spreads over the query's own side has an
-    isolation of 0.4.
+    """Return two trainings of 99 images; attention
+    that spreads over the query's own side has an isolation of 0.4.
     """
     values = np.full((2, 2, 2, 2, 1, 3, 5), 0.3)
     values[:, 0, 0] += start  # at epoch 0, on the scenes' own masks

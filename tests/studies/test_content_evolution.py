@@ -1,5 +1,5 @@
-"""Content information by epoch: the figure and the report for numbers made by hand, and shuffled
-labels.
+"""Content information by epoch: the figure and the report
+for numbers made by hand, and shuffled labels.
 """
 
 from typing import Any

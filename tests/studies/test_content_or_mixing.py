@@ -1,5 +1,5 @@
-"""Comparison of content and mixing: its arms, its intervals and verdicts, and the resumption of a
-killed run.
+"""Comparison of content and mixing: its arms,
+its intervals and verdicts, and the resumption of a killed run.
 """
 
 import itertools
@@ -119,8 +119,8 @@ def test_a_kernel_over_offsets_has_a_number_for_each_offset() -> None:
 
 
 def test_scenes_tell_the_class_only_as_the_dose_says() -> None:
-    """The class is the value of the item with the cue's code; the cue shows it in the other
-    scenes.
+    """The class is the value of the item with the cue's code;
+    the cue shows it in the other scenes.
     """
     images, labels = content_control.scenes(400, 0.3, seed=5)
     tokens = images.flatten(2).mT
@@ -241,8 +241,8 @@ def difference_of_two_models(
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.02])
 def test_intervals_have_their_nominal_coverage(seeds: int, spread: float) -> None:
-    """Coverage is nearly 95 %; at that coverage, fewer than 0.93 of 600 intervals cover in one of
-    70 tests.
+    """Coverage is nearly 95 %; at that coverage,
+    fewer than 0.93 of 600 intervals cover in one of 70 tests.
     """
     rng = np.random.default_rng(seeds)
     effects = [

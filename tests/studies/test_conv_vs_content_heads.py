@@ -1,5 +1,5 @@
-"""Conclusions of the study from answers made by hand: they claim nothing that the intervals do not
-support.
+"""Conclusions of the study from answers made by hand:
+they claim nothing that the intervals do not support.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ SOME = {"content": [0.1, 0.4, 0.1], "random": [0.1, 0.1, 0.3]}
 def answers(
     content: list[float], random: list[float], *, convolutional: float = 0.3
 ) -> xr.DataTree:
-    """Return two trainings of 200 images: accuracy is 0.9 minus the loss of a condition when its
-    heads are removed.
+    """Return two trainings of 200 images: accuracy is 0.9 minus the loss
+    of a condition when its heads are removed.
     """
     # All conditions share one draw, so that an image lost at a smaller loss is lost at a larger
     # one, too.

@@ -26,8 +26,8 @@ def test_random_augmentations_do_not_fail() -> None:
 
 
 def test_a_users_folder_is_loaded_by_workers(image_folder: Path) -> None:
-    """Validation images equal those that the main process loads; training images are shuffled and
-    augmented.
+    """Validation images equal those that the main process loads;
+    training images are shuffled and augmented.
     """
     model = timm.create_model("test_resnet", num_classes=2)
     folders = open_folder(str(image_folder), None)
@@ -47,8 +47,8 @@ def test_a_users_folder_is_loaded_by_workers(image_folder: Path) -> None:
 
 
 def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None:
-    """Each training image comes three times, mixed in pairs, with soft labels; validation images
-    are unchanged.
+    """Each training image comes three times, mixed in pairs,
+    with soft labels; validation images are unchanged.
     """
     model = timm.create_model("test_resnet", num_classes=2)
     folders = open_folder(str(image_folder), None)

@@ -16,8 +16,8 @@ from disagreement import CNN, ORDER, START, TCNN
 
 
 def decisions() -> xr.Dataset:
-    """Return predictions of 2 trainings of 3 models on 7 images, with 3 corruptions of 2 groups at
-    2 severities.
+    """Return predictions of 2 trainings of 3 models on 7 images,
+    with 3 corruptions of 2 groups at 2 severities.
     """
     random = np.random.default_rng(0)
     coords = {
@@ -86,8 +86,8 @@ def test_verdicts_follow_the_intervals() -> None:
 def test_models_of_the_user_are_compared_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each model has its own weights and normalisation; a distilled one averages its two
-    classifiers.
+    """Each model has its own weights and normalisation;
+    a distilled one averages its two classifiers.
     """
     create = timm.create_model
     names = ["deit_tiny_distilled_patch16_224", "test_vit"]

@@ -1,5 +1,5 @@
-"""Losses of students against sums in float64, their second token, and the check that ends the
-study.
+"""Losses of students against sums in float64,
+their second token, and the check that ends the study.
 """
 
 import math
@@ -73,8 +73,8 @@ def test_students_with_a_second_token_start_with_the_same_weights() -> None:
 def test_the_second_token_learns_from_the_teacher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A teacher names one class for every image: the distillation token learns it, and the class
-    token the labels.
+    """A teacher names one class for every image:
+    the distillation token learns it, and the class token the labels.
     """
     images = torch.randn(96, 1, 8, 8)
     labels = torch.zeros(96, dtype=torch.long)

@@ -28,8 +28,8 @@ def model_of_two_layers() -> nn.Module:
 
 
 def by_hand(layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]) -> np.ndarray:
-    """Return A_ij (T-CNN Eqs. 3, 4, 7) over the padded image, for one query of an image (C, H,
-    W).
+    """Return A_ij (T-CNN Eqs. 3, 4, 7) over the padded image,
+    for one query of an image (C, H, W).
     """
     d = layer.qk_dim
     of_head = slice(head * d, (head + 1) * d)

@@ -10,8 +10,8 @@ from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 
 
 def made_ill(sign: str) -> xr.Dataset:
-    """Return a recording in which the second layer, or its head 1, shows the sign from epoch 7, the
-    fourth, on.
+    """Return a recording in which the second layer,
+    or its head 1, shows the sign from epoch 7, the fourth, on.
     """
     return make_ill(healthy(), sign, slice(3, None))
 

@@ -1,5 +1,5 @@
-"""Attention on objects and its excess: sums by hand, and the zero of attention that ignores the
-image.
+"""Attention on objects and its excess: sums by hand,
+and the zero of attention that ignores the image.
 """
 
 import numpy as np

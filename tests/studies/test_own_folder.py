@@ -139,8 +139,8 @@ class _Crafted:
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
-    """A file with more than weights is refused, also with timm 1.0.20, which would load everything
-    in it.
+    """A file with more than weights is refused,
+    also with timm 1.0.20, which would load everything in it.
     """
     state = {"fc.weight": torch.zeros(3, 2), "crafted": _Crafted(tmp_path / "ran")}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)

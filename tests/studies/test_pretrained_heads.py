@@ -1,5 +1,5 @@
-"""Orders of heads, correlations of ranks, and the verdict of ``pretrained_heads.py``, against plain
-computations.
+"""Orders of heads, correlations of ranks,
+and the verdict of ``pretrained_heads.py``, against plain computations.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Options that the studies refuse before they train or write; killed runs; a user's own models and
-images.
+"""Options that the studies refuse before they train or write;
+killed runs; a user's own models and images.
 """
 
 import importlib
@@ -329,8 +329,8 @@ def test_a_convnet_gets_an_attention_pool(
 
 
 def test_few_images_have_few_neighbours(tmp_path: Path, image_folder: Path) -> None:
-    """Each of eight validation images has seven neighbours, and the study does not fail after its
-    trainings.
+    """Each of eight validation images has seven neighbours,
+    and the study does not fail after its trainings.
     """
     small = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
     representations.main([*small.split(), *FEW, "--out", str(tmp_path / "out")])

@@ -9,8 +9,8 @@ from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_i
 
 
 def costs_of_trainings(random: np.random.Generator, trainings: int, between: float) -> xr.DataArray:
-    """Return costs with true mean 0; trainings scatter by ``between``, images by 0.1, and single
-    answers by 0.1.
+    """Return costs with true mean 0; trainings scatter by ``between``,
+    images by 0.1, and single answers by 0.1.
     """
     values = random.normal(0, between, (trainings, 1, 1)) + random.normal(0, 0.1, (1, 2, 37))
     return xr.DataArray(

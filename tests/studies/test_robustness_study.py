@@ -25,8 +25,8 @@ GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
 
 
 def answers(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
-    """Return answers on 150 images, the same for all models; severity 5 lowers the accuracy by
-    ``harder``.
+    """Return answers on 150 images, the same for all models;
+    severity 5 lowers the accuracy by ``harder``.
     """
     random = np.random.default_rng(0)
     by_severity = np.array([0.0, harder])[:, None, None]
@@ -134,8 +134,8 @@ def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
 
 
 def test_imagenet_c_is_reported_and_drawn() -> None:
-    """The mCE needs every corruption and severity; a model that is always wrong has an mCE above
-    AlexNet's 100.
+    """The mCE needs every corruption and severity;
+    a model that is always wrong has an mCE above AlexNet's 100.
     """
     names = list(evaluation.CORRUPTIONS)
     groups = [evaluation.CORRUPTIONS[name].group for name in names]

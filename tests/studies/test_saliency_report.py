@@ -9,8 +9,8 @@ from common.saliency_report import beside_one_head, report, several_heads
 
 
 def scores(hits: float, insertion: float) -> xr.Dataset:
-    """Return scores of 40 images, with a share of hits on the object and an insertion AUC above
-    that of chance.
+    """Return scores of 40 images, with a share
+    of hits on the object and an insertion AUC above that of chance.
     """
     image = np.arange(40)
     # Without noise, the interval would have no width.

@@ -11,8 +11,8 @@ import seeds
 
 
 def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Return Spearman's correlation as Pearson's correlation of mid-ranks, with Fisher's z
-    interval.
+    """Return Spearman's correlation as Pearson's correlation of mid-ranks,
+    with Fisher's z interval.
     """
 
     def ranks(values: list[float]) -> list[float]:
@@ -40,8 +40,8 @@ def test_rank_correlation_with_ties() -> None:
 
 
 def results(last_gate: float = 0.2, top1: float = 0.8) -> tuple[xr.Dataset, float]:
-    """Return five seeds, which are T-CNNs from epoch 3 on; at epoch 0 the accuracies rank the seeds
-    in reverse.
+    """Return five seeds, which are T-CNNs from epoch 3 on;
+    at epoch 0 the accuracies rank the seeds in reverse.
     """
     accuracies = np.empty((5, 5))
     accuracies[:] = top1 + 0.01 * np.arange(5)[:, None]

@@ -1,5 +1,5 @@
-"""Measures against loops, the weights that fine-tuning trains, and the check that ends the
-study.
+"""Measures against loops, the weights that fine-tuning trains,
+and the check that ends the study.
 """
 
 from typing import Any

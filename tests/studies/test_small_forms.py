@@ -1,5 +1,5 @@
-"""The small form of every study, run once: it succeeds, writes its figures, and stores the right
-numbers.
+"""The small form of every study, run once: it succeeds,
+writes its figures, and stores the right numbers.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ class Done(NamedTuple):
 
 @contextlib.contextmanager
 def gradients_watched(stuck: list[str]) -> Iterator[None]:
-    """Append the parameters that any optimizer was given and that had no gradient in any of its
-    steps.
+    """Append the parameters that any optimizer was given
+    and that had no gradient in any of its steps.
 
     A single step would not do: a branch whose last scale begins at zero has no gradient before that
     scale has moved.
@@ -90,8 +90,8 @@ def gradients_watched(stuck: list[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
-    """Return a function that runs ``python studies/NAME.py --small`` only once and returns its
-    results.
+    """Return a function that runs ``python studies/NAME.py --small`` only once
+    and returns its results.
 
     Several studies share the CNN, its control and its T-CNN: each is trained once. For later
     studies the weights of every epoch are loaded, and the control and the T-CNN are validated
@@ -317,8 +317,8 @@ def test_representations_have_the_labels_of_their_images(
 def test_a_resumed_study_keeps_its_earlier_epochs(
     study: str, small_run: Callable[[str], Done], tmp_path: Path
 ) -> None:
-    """The resumed model has its last weights, with which earlier epochs must not be measured
-    again.
+    """The resumed model has its last weights,
+    with which earlier epochs must not be measured again.
     """
     finished = small_run(study).out
     out = tmp_path / "out"

@@ -1,5 +1,5 @@
-"""The ungated layer and the information in attention against loops over the equations in
-float64.
+"""The ungated layer and the information
+in attention against loops over the equations in float64.
 """
 
 import itertools
@@ -41,8 +41,8 @@ def pixel(x: Tensor, y: int, column: int) -> Tensor:
 def by_hand(
     gpsa: GPSA, x: Tensor, head: int, query: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    """Return Eq. 3 for one query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta -
-    Delta||^2.
+    """Return Eq. 3 for one query of one image:
+    a softmax of q k^T / sqrt(d) - alpha ||delta - Delta||^2.
     """
     d = gpsa.qk_dim
     rows = slice(head * d, (head + 1) * d)
@@ -121,8 +121,8 @@ def test_information_by_content_is_what_the_recorder_keeps() -> None:
 
 
 def results(**changes: Any) -> xr.Dataset:
-    """Return two seeds and three epochs of each arm, with the accuracies and information of the
-    last epoch.
+    """Return two seeds and three epochs of each arm,
+    with the accuracies and information of the last epoch.
     """
     numbers: dict[str, Any] = {
         "gated": 0.9,

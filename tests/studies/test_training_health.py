@@ -1,5 +1,5 @@
-"""Results of a training in the study of health: when it was warned about, and when its loss
-rose.
+"""Results of a training in the study of health:
+when it was warned about, and when its loss rose.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ from training_health import Training, result
 
 
 def test_alarms_count_from_the_start_of_the_illness() -> None:
-    """Alarms that have ended count as well, although ``health`` reports only the last spell of a
-    sign.
+    """Alarms that have ended count as well,
+    although ``health`` reports only the last spell of a sign.
     """
     ds = healthy()  # epochs 2, 3, 5, 7, 11
     # Two signs: the logits are large, and they jump.

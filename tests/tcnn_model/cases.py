@@ -1,5 +1,5 @@
-"""Geometries of convolutions that GPSA must reproduce, with the sizes (H, W) of feature maps to try
-them on.
+"""Geometries of convolutions that GPSA must reproduce,
+with the sizes (H, W) of feature maps to try them on.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from tcnn_model import GPSA
 
 
 class Case(NamedTuple):
-    """Arguments common to ``nn.Conv2d`` and ``GPSA``, the size of a feature map, and GPSA's
-    ``qk_dim``.
+    """Arguments common to ``nn.Conv2d`` and ``GPSA``,
+    the size of a feature map, and GPSA's ``qk_dim``.
     """
 
     arguments: dict[str, Any]

@@ -40,8 +40,8 @@ class Case:
     sharpness: float = 1.0  # factor on the queries
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Tensors:
-        """Return the five arguments by name, as leaves that require gradients; position is in
-        float64.
+        """Return the five arguments by name, as leaves
+        that require gradients; position is in float64.
         """
         n_q = self.y.queries * self.x.queries
         n_k = self.y.length * self.x.length
@@ -91,8 +91,8 @@ EXTREMES = {
 
 
 class Attention(NamedTuple):
-    """A, C and P of Eq. (7) over the extended grid, N_key = y.keys * x.keys; C is zero on the
-    padding.
+    """A, C and P of Eq. (7) over the extended grid,
+    N_key = y.keys * x.keys; C is zero on the padding.
     """
 
     mixed: Tensor  # (B, heads, N_query, N_key)
@@ -163,8 +163,8 @@ def terms(
     upstream: Tensor,
     sizes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensors:
-    """Return the sums of absolute terms of the output, of each gradient and of each statistic, in
-    float64.
+    """Return the sums of absolute terms of the output,
+    of each gradient and of each statistic, in float64.
 
     The rounding error of a logit is eps times the sum of its absolute terms, and that is the
     relative error of its exponential: so each weight counts 1 + that sum times. ``1 - gate`` counts
@@ -230,8 +230,8 @@ def terms(
 
 
 def _positional_size(position: Tensor, parts: Attention) -> Tensor:
-    """Sum the absolute terms of the positional logits, relative to each query's best key, and of
-    their normaliser.
+    """Sum the absolute terms of the positional logits,
+    relative to each query's best key, and of their normaliser.
     """
     logits = torch.einsum("hr,qkr->hqk", position, _r(parts.offset))
     best = logits.argmax(-1)  # (heads, N_query)
@@ -260,8 +260,8 @@ def assert_as_the_equations(
     x: Axis,
     c: float = 8,
 ) -> None:
-    """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations
-    in float64.
+    """Assert that output, statistics and gradients are at most c eps sum|terms|
+    from the equations in float64.
 
     The largest c seen was 2, in float64, where part of the error is that of the equations
     themselves. Statistics have the rounding of float32 at least, gradients that of the queries'

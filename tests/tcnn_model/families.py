@@ -1,5 +1,5 @@
-"""Convnets of different timm families, with their true structure, but narrow and with short early
-stages.
+"""Convnets of different timm families, with their true structure,
+but narrow and with short early stages.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Helpers of the tests: distances between tensors, gradients, disturbed parameters, and checks on
-models.
+"""Helpers of the tests: distances between tensors,
+gradients, disturbed parameters, and checks on models.
 """
 
 import io
@@ -72,8 +72,8 @@ def assert_rounding(
 
 
 def assert_same_gradients(output: Tensor, expected: Tensor, leaves: dict[str, Tensor]) -> None:
-    """Assert that two outputs have the same gradients, none of them zero, for the same random
-    upstream gradient.
+    """Assert that two outputs have the same gradients,
+    none of them zero, for the same random upstream gradient.
     """
     upstream = random(*output.shape, seed=1)
     tensors = list(leaves.values())
@@ -110,8 +110,8 @@ def saved_and_loaded(model: M) -> M:
 
 
 def on_meta(name: str, **options: Any) -> nn.Module:
-    """Create a timm model on the meta device; before timm 1.0.21, it is created on the CPU and
-    moved there.
+    """Create a timm model on the meta device;
+    before timm 1.0.21, it is created on the CPU and moved there.
     """
     try:
         return timm.create_model(name, device="meta", **options)
@@ -121,8 +121,8 @@ def on_meta(name: str, **options: Any) -> nn.Module:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, in which timm before 1.0.21 computes ConViT's positions whatever
-    the model's dtype.
+    """Set torch's default dtype, in which timm
+    before 1.0.21 computes ConViT's positions whatever the model's dtype.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -143,8 +143,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 @torch.no_grad()
 def disturb(model: M, seed: int = 0, *, scale: float = 0.3, part: str = "") -> M:
-    """Move every parameter well away from its initial value, so that none is zero, one or the
-    identity.
+    """Move every parameter well away from its initial value,
+    so that none is zero, one or the identity.
 
     Args:
         model: Model or layer, changed in place.
@@ -197,8 +197,8 @@ def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
-    """Assert that each GPSA layer affects the output: if a layer has no effect, its equivalence
-    proves nothing.
+    """Assert that each GPSA layer affects the output:
+    if a layer has no effect, its equivalence proves nothing.
     """
     layers = gpsa_layers(model)
     assert layers
@@ -212,8 +212,8 @@ def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
-    """Return everything that a conversion could change: modules, attributes, hooks, modes,
-    parameters, values.
+    """Return everything that a conversion could change:
+    modules, attributes, hooks, modes, parameters, values.
     """
     state: dict[str, object] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -1,5 +1,5 @@
-"""Pictures of every depth and orientation become the upright RGB image of eight bits that a viewer
-shows.
+"""Pictures of every depth and orientation become the upright RGB image
+of eight bits that a viewer shows.
 """
 
 import struct

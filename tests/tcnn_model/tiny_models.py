@@ -73,8 +73,8 @@ def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
 def batches(
     images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0
 ) -> DataLoader:
-    """Return batches of noise of 32 x 24 pixels with random labels; 11 images leave a smaller third
-    batch.
+    """Return batches of noise of 32 x 24 pixels with random labels;
+    11 images leave a smaller third batch.
     """
     labels = torch.randint(CLASSES, (images,), generator=seeded(seed))
     x = random(images, 1, 32, 24, seed=seed, dtype=torch.float32) + labels[:, None, None, None]

@@ -13,8 +13,8 @@ __all__ = ["Branches", "Chain", "inputs_of", "scatter", "small_resnet"]
 
 @torch.no_grad()
 def scatter(layer: GPSA, seed: int = 0) -> GPSA:
-    """Give each head its own alpha in 0.05 ... 40, gate in -3 ... 3 and centre, and peaked content
-    attention.
+    """Give each head its own alpha in 0.05 ... 40,
+    gate in -3 ... 3 and centre, and peaked content attention.
     """
     torch.manual_seed(seed)
     # Heads are shuffled, so that alpha, gate and position do not increase together.
@@ -45,8 +45,8 @@ class Chain(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two layers with 9 and 25 heads, each on its own input, given by keyword: two of shape (B, 2,
-    H, W).
+    """Two layers with 9 and 25 heads, each on its own input,
+    given by keyword: two of shape (B, 2, H, W).
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Branches(nn.Module):
 
 
 def small_resnet() -> nn.Module:
-    """Return a timm ResNet with four GPSA layers of 9 heads, on 5 x 7 pixels for a 71 x 103
-    image.
+    """Return a timm ResNet with four GPSA layers of 9 heads,
+    on 5 x 7 pixels for a 71 x 103 image.
     """
     torch.manual_seed(0)
     cnn = ResNet(

@@ -1,5 +1,5 @@
-"""Statistics of the probes, written out slowly in float64: the tests' oracle, which uses nothing of
-tcnn_probe.
+"""Statistics of the probes, written out slowly in float64:
+the tests' oracle, which uses nothing of tcnn_probe.
 """
 
 import torch
@@ -25,8 +25,8 @@ def summarise(
     distance: Tensor,
     positions: Tensor | None = None,
 ) -> Statistics:
-    """Return means over queries of attention (B, heads, N_query, N_key), or (heads, N_query, N_key)
-    for any image.
+    """Return means over queries of attention (B, heads, N_query, N_key),
+    or (heads, N_query, N_key) for any image.
 
     Args:
         attention, content, positional: A, C and P.
@@ -83,8 +83,8 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
 
 
 def gpsa_statistics_of_qk(layer: GPSA, x: Tensor, query: Tensor, key: Tensor) -> Statistics:
-    """Return the statistics for given queries and keys (B, heads, N, d), as rounded by layers in
-    low precision.
+    """Return the statistics for given queries and keys (B, heads, N, d),
+    as rounded by layers in low precision.
     """
     bases, pixels, real = _grid(layer, x)
     logits = _logits(_double(query), _double(key))
@@ -105,8 +105,8 @@ def _entropy(attention: Tensor) -> Tensor:
 
 
 def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return base pixels of queries (N_query, 2), pixels of keys (N_key, 2), and a mask of those in
-    the image.
+    """Return base pixels of queries (N_query, 2),
+    pixels of keys (N_key, 2), and a mask of those in the image.
     """
     height, width = x.shape[-2:]
     py, px = layer.padding
@@ -123,8 +123,8 @@ def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """Multiply weight (heads * d, C) by the features at pixels, which are zero outside the image:
-    (B, heads, N, d).
+    """Multiply weight (heads * d, C) by the features at pixels,
+    which are zero outside the image: (B, heads, N, d).
     """
     height, width = x.shape[-2:]
     features = [

@@ -320,8 +320,8 @@ def test_maps_of_a_picture(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A figure is drawn for a model's name and an image file, with the weights of a checkpoint or
-    none.
+    """A figure is drawn for a model's name and an image file,
+    with the weights of a checkpoint or none.
     """
     torch.manual_seed(0)
     picture = tmp_path / "noise.png"
@@ -377,8 +377,8 @@ class _Crafted:
 def test_maps_with_weights_of_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are those of the file, and a file that holds more than weights is refused and
-    runs no code.
+    """The weights are those of the file, and a file
+    that holds more than weights is refused and runs no code.
     """
     weights = tmp_path / "a.pt"
     ran = tmp_path / "ran"

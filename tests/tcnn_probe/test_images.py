@@ -1,5 +1,5 @@
-"""Images in common forms become the model's input by timm's own transform, or are refused with a
-clear message.
+"""Images in common forms become the model's input by timm's own transform,
+or are refused with a clear message.
 """
 
 from pathlib import Path

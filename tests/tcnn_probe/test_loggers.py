@@ -58,8 +58,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def marks() -> Iterator[tcnn_probe.Recorder]:
-    """Mark a healthy ViT, then one with an ill first block, and twice one with an ill second
-    block.
+    """Mark a healthy ViT, then one with an ill first block,
+    and twice one with an ill second block.
     """
     model = vit()
     blocks = [block.attn.qkv.weight for block in model.blocks]
@@ -85,8 +85,8 @@ PICTURES = images(3, seed=1)[[0, 2], :1]
 
 
 def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> None:
-    """Draw a figure and compare its maps and image with the recording of the given "NAME/GRID/image
-    N".
+    """Draw a figure and compare its maps and image
+    with the recording of the given "NAME/GRID/image N".
     """
     figure.savefig(BytesIO())
     *panels, _ = figure.axes

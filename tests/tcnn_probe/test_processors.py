@@ -1,5 +1,5 @@
-"""Outputs of a processor of transformers, all of which reach the model: texts, masks and ids
-besides the images.
+"""Outputs of a processor of transformers,
+all of which reach the model: texts, masks and ids besides the images.
 """
 
 from typing import Any

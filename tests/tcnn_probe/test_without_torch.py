@@ -1,5 +1,5 @@
-"""Recordings and results are read, typed and drawn with the light core alone, without torch or
-timm.
+"""Recordings and results are read, typed and drawn
+with the light core alone, without torch or timm.
 """
 
 import json

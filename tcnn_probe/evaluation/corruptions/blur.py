@@ -27,8 +27,8 @@ def defocus_blur(
     radius: int,
     smoothing: float,
 ) -> NDArray[Any]:
-    """Convolve with a disc whose edge is softened by a Gaussian of deviation ``smoothing``; borders
-    are mirrored.
+    """Convolve with a disc whose edge is softened by a Gaussian
+    of deviation ``smoothing``; borders are mirrored.
     """
     with needed_for("a blur"):
         from scipy.signal import fftconvolve
@@ -41,8 +41,8 @@ def defocus_blur(
 
 @lru_cache(maxsize=32)
 def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
-    """Create the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its
-    border.
+    """Create the kernel, shape (k, k), k odd;
+    it sums to 1, except for the smoothing at its border.
     """
     with needed_for("a blur"):
         from scipy.ndimage import correlate1d
@@ -96,8 +96,8 @@ def glass_blur(
 def _sources(
     height: int, width: int, random: RandomState, scale: float, reach: int
 ) -> NDArray[Any]:
-    """Return for each pixel the index of the pixel whose value it has after a round, row-major,
-    shape (H·W,).
+    """Return for each pixel the index of the pixel whose value it has after a round,
+    row-major, shape (H·W,).
     """
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
@@ -140,8 +140,8 @@ def motion_blur(
 def along_a_line(
     image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0
 ) -> NDArray[Any]:
-    """Blur (H, W) or (H, W, C) along a line that starts at each pixel, by a half Gaussian; borders
-    are repeated.
+    """Blur (H, W) or (H, W, C) along a line that starts at each pixel,
+    by a half Gaussian; borders are repeated.
 
     The line has 2 radius + 1 points, one published pixel apart, at an angle in degrees.
     """
@@ -167,8 +167,8 @@ def along_a_line(
 def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
-    """Average the image with its middle enlarged by the factors 1, 1 + step, ... below
-    ``until``.
+    """Average the image with its middle enlarged by the factors 1,
+    1 + step, ... below ``until``.
     """
     # Sums are rounded to float32, as in the published code.
     single = image.astype(np.float32)

@@ -35,8 +35,8 @@ def elastic_transform(
     deviation: float,
     corners: float,
 ) -> NDArray[Any]:
-    """Apply a random affine map, then displace by two smooth fields, with linear interpolation and
-    mirrored borders.
+    """Apply a random affine map, then displace by two smooth fields,
+    with linear interpolation and mirrored borders.
 
     The map moves three points by up to ``corners`` along each axis. A field is uniform noise from
     -1 to 1, smoothed by a Gaussian of this deviation, times the amplitude. The amplitude is
@@ -70,8 +70,8 @@ def elastic_transform(
 def _inverse_affine(
     shape: tuple[int, ...], random: RandomState, scale: float, reach: float
 ) -> NDArray[Any]:
-    """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x,
-    y, 1).
+    """Invert an affine map that moves three corners
+    of a square within ± reach; (2, 3), takes (x, y, 1).
     """
     middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
     # The division by three, its rounding and the choice of corners are those of the published code.
@@ -83,8 +83,8 @@ def _inverse_affine(
 
 @lru_cache(maxsize=32)
 def _smoothing(size: int, deviation: float) -> NDArray[Any]:
-    """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than
-    the image.
+    """Return the Gaussian filter along an axis as a matrix (size, size);
+    it may be much wider than the image.
     """
     with needed_for("an elastic transform"):
         from scipy.ndimage import gaussian_filter1d
@@ -97,8 +97,8 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
 def pixelate(
     image: NDArray[Any], random: RandomState, scale: float, *, kept: float
 ) -> NDArray[Any]:
-    """Shrink the image to the share ``kept`` of its sides, and enlarge it again, both with a box
-    filter.
+    """Shrink the image to the share ``kept`` of its sides,
+    and enlarge it again, both with a box filter.
     """
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))

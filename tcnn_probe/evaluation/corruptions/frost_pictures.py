@@ -64,8 +64,8 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def crop(picture: NDArray[Any], shape: tuple[int, int], random: RandomState) -> NDArray[Any]:
-    """Crop a random part (h, w, 3) of a picture (H, W, 3), which is enlarged first if it is too
-    small.
+    """Crop a random part (h, w, 3) of a picture (H, W, 3),
+    which is enlarged first if it is too small.
     """
     factor = max(1.0, shape[0] / picture.shape[0], shape[1] / picture.shape[1])
     if factor > 1:
@@ -82,8 +82,8 @@ def crop(picture: NDArray[Any], shape: tuple[int, int], random: RandomState) -> 
 
 @lru_cache(maxsize=1)
 def texture() -> NDArray[Any]:
-    """Create our picture of frost, (448, 512, 3), which is always the same: needles of ice in
-    several directions.
+    """Create our picture of frost, (448, 512, 3),
+    which is always the same: needles of ice in several directions.
 
     In each direction, the needles are where filtered white noise changes its sign; a second,
     smoother noise determines where the direction prevails.

@@ -1,5 +1,5 @@
-"""Lengths of the corruptions for images of any size, and resampling of arrays from one grid to
-another.
+"""Lengths of the corruptions for images of any size,
+and resampling of arrays from one grid to another.
 
 The published parameters are for images of 224 x 224. A smaller image is treated as an image of that
 size at a lower resolution: kernels are averaged over its larger pixels, and layers (snow, frost)
@@ -19,8 +19,8 @@ _REFERENCE = 224  # in pixels: ImageNet-C was made from images of 224 x 224
 
 
 def scale_of(shape: tuple[int, ...]) -> float:
-    """Return the length of a published pixel in an image (H, W, ...): its shorter side over 224, at
-    most 1.
+    """Return the length of a published pixel in an image (H, W, ...):
+    its shorter side over 224, at most 1.
     """
     return min(1.0, min(shape[:2]) / _REFERENCE)
 
@@ -31,8 +31,8 @@ def reference_shape(shape: tuple[int, ...], scale: float) -> tuple[int, int]:
 
 
 def area_weights(centres: NDArray[Any], width: float, count: int) -> NDArray[Any]:
-    """Compute the overlap of cells with ``count`` pixels, 1 wide and centred at 0, 1, ...; shape
-    (cells, count).
+    """Compute the overlap of cells with ``count`` pixels,
+    1 wide and centred at 0, 1, ...; shape (cells, count).
 
     ``centres`` and ``width`` are those of the cells. A row sums to ``width`` if its cell lies
     within the pixels.
@@ -54,8 +54,8 @@ def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
-    """Enlarge the middle of an image, (H, W) or (H, W, C), linearly to its size or up to ``factor``
-    pixels more.
+    """Enlarge the middle of an image, (H, W) or (H, W, C),
+    linearly to its size or up to ``factor`` pixels more.
     """
     # Two small products replace scipy.ndimage.zoom with order=1, which the published code calls.
     crop, weights = [], []

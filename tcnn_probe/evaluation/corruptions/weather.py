@@ -35,8 +35,8 @@ def snow(
     streak: float,
     kept: float,
 ) -> NDArray[Any]:
-    """Whiten the image and add flakes, motion-blurred at 45 to 135 degrees, and a copy of them
-    rotated by 180 degrees.
+    """Whiten the image and add flakes, motion-blurred at 45 to 135 degrees,
+    and a copy of them rotated by 180 degrees.
 
     Flakes are computed at the published size and averaged. They are normal values with this mean
     and deviation, one per pixel, enlarged by ``size``; values below the threshold are set to 0.
@@ -99,8 +99,8 @@ def fog(
 
 
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
-    """Create a periodic height map in [0, 1] by the diamond-square algorithm, (size, size); size is
-    a power of two.
+    """Create a periodic height map in [0, 1] by the diamond-square algorithm,
+    (size, size); size is a power of two.
     """
     heights = np.zeros((size, size))
     # The initial strength is the published one, although heights are scaled to [0, 1] in the end.
@@ -130,8 +130,8 @@ def _roughened(sums: NDArray[Any], strength: float, random: RandomState) -> NDAr
 def brightness(
     image: NDArray[Any], random: RandomState, scale: float, *, added: float
 ) -> NDArray[Any]:
-    """Add ``added`` to the value in HSV, the largest of the channels; hue and saturation are
-    kept.
+    """Add ``added`` to the value in HSV, the largest of the channels;
+    hue and saturation are kept.
     """
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)

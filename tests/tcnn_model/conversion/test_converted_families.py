@@ -1,5 +1,5 @@
-"""Families of timm convnets: stride "keep" gives the CNN's function, "unit" that of a CNN
-un-strided by hand.
+"""Families of timm convnets: stride "keep" gives the CNN's function,
+"unit" that of a CNN un-strided by hand.
 """
 
 import copy
@@ -26,8 +26,8 @@ from tests.tcnn_model.numerics import (
 
 
 def _windows(x: Tensor) -> Tensor:
-    """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C,
-    H, W).
+    """Stack the four pixels of every 2 x 2 window,
+    with the last row and column repeated: (4, B, C, H, W).
     """
     # Pools of 2 x 2 at stride 1 would lose the last row and column, so these are repeated.
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
@@ -192,8 +192,8 @@ def test_earlier_stages_are_unstrided(name: str) -> None:
 )
 @torch.no_grad()
 def test_unit_contains_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
-    """After the first block of the last stage, every second pixel is the output of the strided
-    block.
+    """After the first block of the last stage,
+    every second pixel is the output of the strided block.
 
     A "same" convolution of an even image starts at its second pixel.
     """

@@ -1,5 +1,5 @@
-"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it is
-refused.
+"""Subclasses of ``nn.Conv2d``: the convolution that each computes,
+or the reason why it is refused.
 """
 
 import copy
@@ -191,8 +191,8 @@ def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> 
 def test_refusal_that_depends_on_values_leaves_the_model_unchanged(
     inplace: bool,
 ) -> None:
-    """The rehearsal has no values, so this layer is refused only when the model itself is
-    converted.
+    """The rehearsal has no values, so this layer is refused only
+    when the model itself is converted.
     """
     model = nn.Sequential(
         nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1)

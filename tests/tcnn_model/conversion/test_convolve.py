@@ -60,8 +60,8 @@ def dense(kernel: xr.DataArray, prefix: np.ndarray, grid: tuple[int, int]) -> Te
 
 
 def replaced(model: Any, kernels: xr.Dataset, tokens: int) -> nn.Module:
-    """The model with dense attention in place of the chosen heads, in timm's own order of
-    operations.
+    """The model with dense attention in place of the chosen heads,
+    in timm's own order of operations.
     """
     model = copy.deepcopy(model)
     for name in kernels.layer.values:

@@ -133,8 +133,8 @@ def test_unit_stride_halves_the_reduction(
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [1, 0])
 def test_sequential_model_with_and_without_padding(padding: int) -> None:
-    """Without padding, the last convolution shrinks its map by a border, which must not count as a
-    stride.
+    """Without padding, the last convolution shrinks its map by a border,
+    which must not count as a stride.
     """
     torch.manual_seed(0)
     stage = nn.Sequential(

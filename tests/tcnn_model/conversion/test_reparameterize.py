@@ -1,5 +1,5 @@
-"""Effects of a conversion other than the model's function: copies, modes, dtypes, shared weights,
-checkpoints.
+"""Effects of a conversion other than the model's function:
+copies, modes, dtypes, shared weights, checkpoints.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Models and arguments that cannot be converted: the message gives the reason, and the model stays
-as it was.
+"""Models and arguments that cannot be converted:
+the message gives the reason, and the model stays as it was.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Operations at stride 1 keep the grid of their input and contain the strided output, or are
-refused.
+"""Operations at stride 1 keep the grid of their input
+and contain the strided output, or are refused.
 """
 
 import copy
@@ -105,8 +105,8 @@ def test_partners_that_start_at_the_same_pixel_are_accepted() -> None:
 def test_partners_that_start_at_different_pixels_are_refused(
     grid: tuple[int, int],
 ) -> None:
-    """Trial images have both parities, as both operations start at the first pixel of an odd
-    image.
+    """Trial images have both parities, as both operations start at the first pixel
+    of an odd image.
     """
     calls = [
         _call(OPERATIONS[name][0].double(), grid, name) for name in ("3 x 3 same", "1 x 1 same")
@@ -217,8 +217,8 @@ def test_convolutions_of_attention_layers_are_left_alone(
 
 
 class _Half(nn.Module):
-    """Operation that needs channels 1 and 3 of its input, a number of channels that cannot be
-    inferred.
+    """Operation that needs channels 1 and 3 of its input,
+    a number of channels that cannot be inferred.
     """
 
     stride = 2

@@ -1,5 +1,5 @@
-"""Accelerated ConViT of timm: the function, state and hooks stay the same, and removal restores
-timm's layers.
+"""Accelerated ConViT of timm: the function,
+state and hooks stay the same, and removal restores timm's layers.
 """
 
 import copy
@@ -35,8 +35,8 @@ def _double() -> Iterator[None]:
 
 
 def _model(**options: Any) -> nn.Module:
-    """Return three blocks, two of them gated, on 4 x 4 tokens, with attention that is neither
-    uniform nor Gaussian.
+    """Return three blocks, two of them gated, on 4 x 4 tokens,
+    with attention that is neither uniform nor Gaussian.
     """
     torch.manual_seed(0)
     small = {
@@ -94,8 +94,8 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both gated layers run the accelerated attention, and their gates and positions get
-    gradients.
+    """Both gated layers run the accelerated attention,
+    and their gates and positions get gradients.
     """
     calls: list[int] = []
     original = accelerated.attend

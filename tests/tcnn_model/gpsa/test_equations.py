@@ -69,8 +69,8 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
 def test_depthwise_layers_weight_the_values_first(
     multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and gradients equal the equations for any block size, and with a hook on the outputs
-    of heads.
+    """Output and gradients equal the equations for any block size,
+    and with a hook on the outputs of heads.
     """
     # The threshold is lowered, because so small a map would take the other path, which is faster
     # there.
@@ -149,8 +149,8 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
 
 
 def test_central_weight_at_the_papers_locality_strengths() -> None:
-    """Section 3.1 of the design gives the weight of the central pixel at alpha = 1, 2, 3, 5 and
-    10.
+    """Section 3.1 of the design gives the weight
+    of the central pixel at alpha = 1, 2, 3, 5 and 10.
     """
     layer = GPSA(
         1,

@@ -1,5 +1,5 @@
-"""gpsa(): values, gradients and statistics of every backend against Eq. (7) in float64, and its
-errors.
+"""gpsa(): values, gradients and statistics
+of every backend against Eq. (7) in float64, and its errors.
 """
 
 from functools import partial
@@ -67,8 +67,8 @@ def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) 
 def test_blocks_of_any_size_equal_the_equations(
     grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and statistics also equal the equations without gradients, where a single pass
-    computes both.
+    """Output and statistics also equal the equations without gradients,
+    where a single pass computes both.
     """
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)

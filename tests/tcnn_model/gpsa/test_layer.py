@@ -86,8 +86,8 @@ def test_locality_and_gating_per_head() -> None:
 # These lie on both sides of 4, where torch's softplus becomes linear (5 x 4 = 20 is its threshold).
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
 def test_locality_round_trip(alpha: float) -> None:
-    """The error is rounding, eps / alpha near 0, and less than e^-20 / 5 where torch's softplus is
-    linear.
+    """The error is rounding, eps / alpha near 0,
+    and less than e^-20 / 5 where torch's softplus is linear.
     """
     for dtype in (torch.float64, torch.float32):
         layer = GPSA(2, 3, 1, locality_strength=alpha, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Memory on large maps: no operation makes a tensor of N x N attention weights, not even in a whole
-model.
+"""Memory on large maps: no operation makes a tensor
+of N x N attention weights, not even in a whole model.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Rounding of GPSA in narrower dtypes, against the literal equations in float64 for the same narrow
-inputs.
+"""Rounding of GPSA in narrower dtypes, against the literal equations
+in float64 for the same narrow inputs.
 """
 
 import copy
@@ -79,8 +79,8 @@ def test_rounding_of_the_output(dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rounding_of_gradients_in_half_precision(dtype: torch.dtype) -> None:
-    """The bound is 32 eps of the largest, and a wrong sign gives 2; test_functional.py has bounds
-    for the core.
+    """The bound is 32 eps of the largest, and a wrong sign gives 2;
+    test_functional.py has bounds for the core.
     """
     narrow = _layer().to(dtype)
     x = random(2, 3, 7, 11, dtype=dtype)

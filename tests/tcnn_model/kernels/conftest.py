@@ -10,8 +10,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
-    """Fail, rather than skip, if the kernels cannot run: tests that silently did not run would
-    prove nothing.
+    """Fail, rather than skip, if the kernels cannot run:
+    tests that silently did not run would prove nothing.
     """
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")

@@ -1,5 +1,5 @@
-"""Statistics of softmax attention from torch's fused attention, without a custom kernel and without
-an N x N tensor.
+"""Statistics of softmax attention from torch's fused attention,
+without a custom kernel and without an N x N tensor.
 
 Fused attention gives sum_j A_ij V_j for any V, and the log-sum-exp of each row. This suffices for
 
@@ -30,8 +30,8 @@ _CHANNELS = 8
 
 
 class FusedStatistics(NamedTuple):
-    """Statistics of softmax attention A, in float32, or float64 for float64, shape (rows, heads,
-    N_query) each.
+    """Statistics of softmax attention A, in float32,
+    or float64 for float64, shape (rows, heads, N_query) each.
 
     Args:
         log_sum_exp: log sum_j exp(s_ij).
@@ -150,8 +150,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
 
 def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one-hot rows and columns of the keys, and whether keys are before the grid: (N_key, n)
-    each, 0 or 1.
+    """Return one-hot rows and columns of the keys,
+    and whether keys are before the grid: (N_key, n) each, 0 or 1.
     """
     index = torch.arange(like.shape[2], device=like.device)
     cell = index[tokens.prefix :] - tokens.prefix

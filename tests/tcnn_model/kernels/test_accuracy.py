@@ -1,5 +1,5 @@
-"""gpsa() with the kernels against the equations in float64: output, statistics and every gradient,
-in every dtype.
+"""gpsa() with the kernels against the equations in float64:
+output, statistics and every gradient, in every dtype.
 """
 
 from functools import partial
@@ -52,8 +52,8 @@ def test_extreme_gates_and_positions(name: str) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_gradients_match_finite_differences() -> None:
-    """The check takes a random direction of each argument; test_kernels_equal_the_equations covers
-    every element.
+    """The check takes a random direction of each argument;
+    test_kernels_equal_the_equations covers every element.
     """
     case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()

@@ -1,5 +1,5 @@
-"""The kernel of softmax statistics, compiled for compute capability 9.0 by Triton's compiler and
-assembler.
+"""The kernel of softmax statistics, compiled
+for compute capability 9.0 by Triton's compiler and assembler.
 
 Compilation runs in another process, because this one uses Triton's interpreter.
 """

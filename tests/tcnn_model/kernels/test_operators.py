@@ -1,5 +1,5 @@
-"""Operators under PyTorch's machinery: strides, compile, partial gradients, and devices without
-kernels.
+"""Operators under PyTorch's machinery: strides,
+compile, partial gradients, and devices without kernels.
 """
 
 import sys

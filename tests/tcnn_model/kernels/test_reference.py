@@ -1,5 +1,5 @@
-"""The reference for the kernels: against the equations, and function by function against the
-kernels.
+"""The reference for the kernels: against the equations,
+and function by function against the kernels.
 """
 
 import pytest
@@ -65,8 +65,8 @@ def test_reference_equals_the_papers_equations(case: Case) -> None:
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 def test_reference_equals_the_kernels(case: Case) -> None:
-    """Results agree to 1e-10 of the largest value: rounding is a hundred times smaller, and
-    mistakes far larger.
+    """Results agree to 1e-10 of the largest value:
+    rounding is a hundred times smaller, and mistakes far larger.
     """
     from tcnn_model.kernels import backward, forward, tables
 

@@ -1,5 +1,5 @@
-"""Statistics of softmax attention against loops in float64: the kernel, its reference, and fused
-attention.
+"""Statistics of softmax attention against loops in float64:
+the kernel, its reference, and fused attention.
 
 The rounding error of a logit is eps times its absolute terms, sum_d |scale q_d k_d| + |mask|. So is
 that of the largest logit, which is subtracted. The relative error of a weight A_j is the sum of
@@ -77,8 +77,8 @@ class Case(NamedTuple):
 
 
 def _distance(query: int, key: int) -> float:
-    """Return the distance between a query and a key; a class token lies on the first cell of the
-    grid.
+    """Return the distance between a query and a key;
+    a class token lies on the first cell of the grid.
     """
     return math.dist(_position(query, QUERIES), _position(key, KEYS))
 
@@ -155,8 +155,8 @@ def _of_query(query: int, s: NDArray[np.float64], size: NDArray[np.float64]) -> 
 
 
 def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
-    """Assert that the error of each statistic is at most 2 eps sum|terms|; the largest seen was
-    0.9.
+    """Assert that the error of each statistic is at most 2 eps sum|terms|;
+    the largest seen was 0.9.
     """
     for name, (exact, terms) in by_hand(case).items():
         actual = getattr(measured, name)
@@ -205,8 +205,8 @@ def test_kernel_equals_loops(form: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("nan_memory")
 def test_kernel_with_the_blocks_of_the_gpu_and_without_grids() -> None:
-    """Queries and keys are views of a model's projection (rows, N, heads, 3, d); some rows have a
-    single query.
+    """Queries and keys are views of a model's projection (rows, N, heads, 3, d);
+    some rows have a single query.
     """
     from tcnn_model.kernels import attention_statistics
 

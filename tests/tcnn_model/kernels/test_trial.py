@@ -1,5 +1,5 @@
-"""The kernels of gated attention are tried only where they are switched on, and only as long as
-they agree.
+"""The kernels of gated attention are tried only where they are switched on,
+and only as long as they agree.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Graphs of models, by torch.jit.trace, torch.export and torch.fx: one graph holds for any batch
-and image size.
+"""Graphs of models, by torch.jit.trace, torch.export and torch.fx:
+one graph holds for any batch and image size.
 """
 
 import io
@@ -105,8 +105,8 @@ def test_graph_of_one_image_size_holds_for_others(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
 def test_onnx_of_the_exporter_that_torch_2_8_prefers() -> None:
-    """It takes the sizes of some operators for constants, and ONNX Runtime has others in float32
-    only.
+    """It takes the sizes of some operators for constants,
+    and ONNX Runtime has others in float32 only.
     """
     need("onnx")
     runtime = need("onnxruntime")
@@ -173,8 +173,8 @@ def test_layer_is_one_node_of_a_symbolic_trace() -> None:
 
 
 def test_exported_program_needs_no_operator_of_this_package() -> None:
-    """Other programs, such as ONNX Runtime, know torch's operators only; blocks are used where they
-    are asked for.
+    """Other programs, such as ONNX Runtime, know torch's operators only;
+    blocks are used where they are asked for.
     """
     model = SideBySide(LAYERS[-2:])
     program = torch.export.export(model, (random(1, 6, 12, 13, dtype=torch.float32),))

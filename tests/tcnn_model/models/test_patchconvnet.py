@@ -80,8 +80,8 @@ def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
 
 
 def test_a_patch_is_centred_on_the_first_pixel_of_its_cell() -> None:
-    """The stem's four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels on either side of
-    pixel 16 i.
+    """The stem's four convolutions of 3 x 3,
+    stride 2 and padding 1 see 15 pixels on either side of pixel 16 i.
     """
     # There are no blocks, as their 3 x 3 convolutions would see further; in float32 small gradients
     # could be 0.
@@ -123,8 +123,8 @@ def test_norms_of_the_trunk() -> None:
 
 @torch.no_grad()
 def test_average_pooling() -> None:
-    """Table 5: patches are averaged and normalised, without attention; the pool stays with the
-    classifier.
+    """Table 5: patches are averaged and normalised,
+    without attention; the pool stays with the classifier.
     """
     model = _small(global_pool="avg")
     x = torch.randn(2, 3, 48, 80)
@@ -144,8 +144,8 @@ def test_average_pooling() -> None:
 
 @torch.no_grad()
 def test_linear_stem() -> None:
-    """Table 5: one layer on the pixels of each patch; pixels beyond the last whole patch are left
-    out.
+    """Table 5: one layer on the pixels of each patch;
+    pixels beyond the last whole patch are left out.
     """
     model = _small(stem="linear")
     x = torch.randn(2, 3, 50, 71)

@@ -1,5 +1,5 @@
-"""PatchConvNet's weights under the names of the original implementation: they load and give the
-same function.
+"""PatchConvNet's weights under the names of the original implementation:
+they load and give the same function.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from tests.tcnn_model.numerics import assert_same, random
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a small original (facebookresearch/deit), with one token or a token
-    per class.
+    """Yield names and shapes of a small original (facebookresearch/deit),
+    with one token or a token per class.
     """
     # The stem has the published proportions.
     widths = (3, D // 8, D // 4, D // 2, D)

@@ -1,5 +1,5 @@
-"""add_attention_pool and specialize: the rest of the model is unchanged, and so is timm's
-interface.
+"""add_attention_pool and specialize: the rest of the model is unchanged,
+and so is timm's interface.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Attention pooling against a slow rewrite from the paper, in float64, and against timm's own
-block.
+"""Attention pooling against a slow rewrite from the paper,
+in float64, and against timm's own block.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ D, H, W, B, K = 11, 3, 5, 2, 7
 
 
 def disturbed(pool: nn.Module) -> Any:
-    """Return the pool in float64 with disturbed parameters, as the initial LayerScales would hide
-    the block.
+    """Return the pool in float64 with disturbed parameters,
+    as the initial LayerScales would hide the block.
     """
     return disturb(pool.double(), scale=0.5)
 
@@ -42,8 +42,8 @@ def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
-    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, one pixel at a
-    time.
+    """Pool a map (d, H, W) into the features (d,) of a token:
+    the paper's Fig. 3, one pixel at a time.
 
     Args:
         pool: Pool with the weights.
@@ -253,8 +253,8 @@ def test_other_classifiers_are_refused(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
-    """The token leaves its keys, so the output of attention moves away from the token's value, by
-    w0 / (1 - w0).
+    """The token leaves its keys, so the output
+    of attention moves away from the token's value, by w0 / (1 - w0).
     """
     pool = disturbed(AttentionPool2d(D))
     x = random(B, D, H, W)

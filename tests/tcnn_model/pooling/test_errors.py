@@ -1,5 +1,5 @@
-"""Errors of add_attention_pool and specialize: the message gives the reason, and the model stays as
-it was.
+"""Errors of add_attention_pool and specialize:
+the message gives the reason, and the model stays as it was.
 """
 
 from functools import partial

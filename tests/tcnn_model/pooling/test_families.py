@@ -1,5 +1,5 @@
-"""Attention pooling on timm convnets of different families: a training step, export, and timm's
-methods.
+"""Attention pooling on timm convnets of different families:
+a training step, export, and timm's methods.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ def _pooled(name: str, *, per_class: bool) -> Any:
 
 
 def _trains(model: Any, x: torch.Tensor) -> None:
-    """Assert that a small step lowers the loss of the same batch by about as much as the gradients
-    predict.
+    """Assert that a small step lowers the loss
+    of the same batch by about as much as the gradients predict.
 
     The labels are the least likely classes, as the loss of other classes may already be 0 in
     float32.
@@ -114,8 +114,8 @@ def test_pooled_model_exports() -> None:
 @pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
 @torch.no_grad()
 def test_any_head_is_applied_to_each_token_separately(name: str) -> None:
-    """The score of a class equals that of the CNN's head with the class's token in place of the
-    pooled vector.
+    """The score of a class equals that of the CNN's head
+    with the class's token in place of the pooled vector.
     """
     # This loop runs the CNN's head once for each class, with the class's token as its pool.
     cnn = small(name).double()

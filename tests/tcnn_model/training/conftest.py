@@ -9,8 +9,8 @@ from tcnn_model.training.command import main
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs the command, asserts that it refuses its arguments, and returns
-    its message.
+    """Return a function that runs the command,
+    asserts that it refuses its arguments, and returns its message.
     """
 
     def run(*arguments: object) -> str:

@@ -53,8 +53,8 @@ def assert_same_weights(actual: dict[str, Any], expected: dict[str, Any]) -> Non
 
 # A new interpreter would take seconds to import torch.
 def fork(work: Callable[[], None]) -> int:
-    """Run a function in a fork of this process, which has imported all modules, and return the
-    fork's process id.
+    """Run a function in a fork of this process,
+    which has imported all modules, and return the fork's process id.
     """
     if process := os.fork():
         return process

@@ -41,8 +41,8 @@ def _batch(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def test_gates_have_their_own_schedule() -> None:
-    """The schedule is a linear warm-up and a cosine; that of the gates has its own warm-up, and
-    ends at a floor.
+    """The schedule is a linear warm-up and a cosine;
+    that of the gates has its own warm-up, and ends at a floor.
     """
     optimizer = create_optimizer(tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1)
     gate_settings = {
@@ -119,8 +119,8 @@ def test_clipped_gradient_has_the_given_norm(tmp_path: Path) -> None:
 def test_equivalent_ways_to_compute_the_gradient(
     ways: dict[str, Any], eps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """compile uses a backend that runs the captured graph eagerly; float16 uses a gradient scaler,
-    even on the CPU.
+    """compile uses a backend that runs the captured graph eagerly;
+    float16 uses a gradient scaler, even on the CPU.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tiny = {
@@ -320,8 +320,8 @@ def test_transformer_teaches_at_the_students_image_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("distillation", ["hard", "soft"])
 @pytest.mark.parametrize("returns_object", [False, True])
 def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
-    """The loss combines those of labels and teacher; the teacher sees images with its own
-    normalisation.
+    """The loss combines those of labels and teacher;
+    the teacher sees images with its own normalisation.
     """
     pytest.importorskip("timm.task")
     teacher = _Teacher()

@@ -79,8 +79,8 @@ def test_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_resumed_epochs_have_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    """The last epoch of the checkpoint is validated again, so that a recorder sees the trained
-    weights in eval mode.
+    """The last epoch of the checkpoint is validated again,
+    so that a recorder sees the trained weights in eval mode.
     """
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
     model = tiny_tcnn()
@@ -171,8 +171,8 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Data set that changes images with the global generators of Python and NumPy, as many
-    augmentations do.
+    """Data set that changes images with the global generators
+    of Python and NumPy, as many augmentations do.
     """
 
     def __init__(self) -> None:
@@ -244,8 +244,8 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
     tmp_path: Path,
 ) -> None:
-    """Some of these bits make torch take the tensor for a folder, and return uninitialised
-    memory.
+    """Some of these bits make torch take the tensor for a folder,
+    and return uninitialised memory.
     """
     path = tmp_path / "tensors.pt"
     values = torch.arange(7.0)

@@ -1,5 +1,5 @@
-"""Two processes train like one: with the same images and the same loss, and each validation image
-once.
+"""Two processes train like one: with the same images and the same loss,
+and each validation image once.
 """
 
 import os
@@ -91,8 +91,8 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
 def test_two_processes_train_like_one(
     distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """Losses, weights and recorded statistics agree; with FSDP, the run is also killed and
-    resumed.
+    """Losses, weights and recorded statistics agree;
+    with FSDP, the run is also killed and resumed.
     """
     settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
     if distribute == "fsdp":

@@ -78,8 +78,8 @@ def test_models_that_return_an_object_with_logits() -> None:
 
 
 def test_training_results_by_hand() -> None:
-    """The first step of a warm-up has rate 0, so that the first two batches meet the same
-    weights.
+    """The first step of a warm-up has rate 0,
+    so that the first two batches meet the same weights.
     """
     model = tiny_tcnn()
     loader = batches(7, 4, shuffle=False)
@@ -110,8 +110,8 @@ def test_training_results_by_hand() -> None:
 
 
 def test_shares_of_classes_are_used_as_targets_unchanged() -> None:
-    """Label smoothing is for indices; mixed targets are smoothed, if at all, by the code that mixes
-    them.
+    """Label smoothing is for indices; mixed targets are smoothed,
+    if at all, by the code that mixes them.
     """
     images, labels = next(iter(batches()))
     mixed_in = torch.roll(labels, 1)
@@ -297,8 +297,8 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:
-    """tqdm.auto opens a second iterator on its iterable, with which workers start twice and load
-    every image twice.
+    """tqdm.auto opens a second iterator on its iterable,
+    with which workers start twice and load every image twice.
     """
     opened: list[str] = []
 

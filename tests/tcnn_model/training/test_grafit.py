@@ -107,8 +107,8 @@ def grafit(seed: int) -> Grafit:
 
 @pytest.mark.parametrize("weight", [0.0, 0.6, 1.0])
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
-    """There are 4 images with 3 views; the memory holds two images of an earlier batch, one of
-    which comes again.
+    """There are 4 images with 3 views; the memory holds two images
+    of an earlier batch, one of which comes again.
     """
     # The target has other weights than the model, so that exchanging the two would show.
     model = grafit(0).float()
@@ -158,8 +158,8 @@ def test_views_of_an_image_must_be_adjacent() -> None:
 
 @pytest.mark.study
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    """The checkpoint holds the memory and the target network; validation uses neighbours, with
-    coarse labels.
+    """The checkpoint holds the memory and the target network;
+    validation uses neighbours, with coarse labels.
     """
     complete = finish(config(tmp_path / "whole", **GRAFIT))
     settings = config(tmp_path / "twice", **GRAFIT)
@@ -276,8 +276,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, refusal: Callable[
 
 
 def test_an_image_finds_its_class_by_its_neighbours() -> None:
-    """Embeddings form two clusters, and each image gets the label of the other members of its
-    cluster.
+    """Embeddings form two clusters, and each image gets the label
+    of the other members of its cluster.
     """
     model = grafit(0).eval()
     centres = F.normalize(random(2, 3), dim=-1)

@@ -1,5 +1,5 @@
-"""A run that is killed, stopped or out of disk space: its files remain consistent, and none is left
-over.
+"""A run that is killed, stopped or out of disk space:
+its files remain consistent, and none is left over.
 """
 
 import csv
@@ -42,8 +42,8 @@ def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kill_at_change(number: int, settings: Config) -> None:
-    """Train, and kill this process at a change of a file: 2 n kills it before change n, and 2 n + 1
-    afterwards.
+    """Train, and kill this process at a change of a file:
+    2 n kills it before change n, and 2 n + 1 afterwards.
     """
     changes = iter(range(10**6))
 
@@ -72,8 +72,8 @@ def _files(run: Path) -> list[str]:
 def test_files_are_consistent_after_a_kill_at_any_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run is killed before and after each replacement or removal of a file, and then resumed to
-    its end.
+    """A run is killed before and after each replacement
+    or removal of a file, and then resumed to its end.
     """
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
     complete = finish(config(tmp_path / "whole", **one_epoch))
@@ -288,8 +288,8 @@ def test_second_interrupt_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    """The second process is refused while the first one trains, whether it resumes the run or
-    starts a new one.
+    """The second process is refused while the first one trains,
+    whether it resumes the run or starts a new one.
     """
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
@@ -342,8 +342,8 @@ def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path: Path) -> N
 def test_lost_best_weights_are_restored_or_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool, available: bool
 ) -> None:
-    """Best weights are restored from the checkpoint of their epoch; if it is not kept, a warning
-    says so.
+    """Best weights are restored from the checkpoint of their epoch;
+    if it is not kept, a warning says so.
     """
     settings = config(tmp_path, **SHORT)
     finish(settings)

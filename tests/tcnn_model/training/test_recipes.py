@@ -465,8 +465,8 @@ LAYER_SCALES = {
 
 
 def test_initial_layer_scale() -> None:
-    """Models have the published setting, and small ones its value in each block and in class
-    attention.
+    """Models have the published setting, and small ones its value
+    in each block and in class attention.
     """
     for recipe, models in LAYER_SCALES.items():
         for model, value in models.items():
@@ -572,8 +572,8 @@ def test_circular_bases_of_a_recipe_are_refused(
 
 
 def test_files_may_not_import_a_watcher(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    """The command line may name a watcher; a recipe, settings or a run may come from somebody
-    else.
+    """The command line may name a watcher; a recipe,
+    settings or a run may come from somebody else.
     """
     recipe = tmp_path / "recipe.toml"
     settings = tmp_path / "settings.toml"
@@ -690,8 +690,8 @@ def test_settings_that_do_not_fit_are_reported(
     ],
 )
 def test_values_of_a_wrong_type_are_named(line: str, message: str, tmp_path: Path) -> None:
-    """Settings are checked in a file, in a recipe, in a recipe's settings for some models, and in a
-    run.
+    """Settings are checked in a file, in a recipe,
+    in a recipe's settings for some models, and in a run.
     """
     file = tmp_path / "own.toml"
     run = tmp_path / "config.toml"

@@ -47,8 +47,8 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the last checkpoint of an uninterrupted run, which does not depend on the number of
-    checkpoints.
+    """Return the last checkpoint of an uninterrupted run,
+    which does not depend on the number of checkpoints.
     """
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
@@ -88,8 +88,8 @@ def _disturb(number: int) -> None:
 
 @pytest.mark.study
 def test_run_that_is_cut_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run has 2 epochs of 3 steps, converts to a T-CNN after the first, and writes a checkpoint
-    after each step.
+    """The run has 2 epochs of 3 steps, converts to a T-CNN after the first,
+    and writes a checkpoint after each step.
     """
     further = {
         **EVERYTHING,

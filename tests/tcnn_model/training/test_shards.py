@@ -1,5 +1,5 @@
-"""WebDataset shards, made here: images are those that were written, with their labels, and are read
-by number.
+"""WebDataset shards, made here: images are those that were written,
+with their labels, and are read by number.
 """
 
 import io
@@ -87,8 +87,8 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
 
 
 def test_labels_in_json_files(tmp_path: Path) -> None:
-    """The label is the field that ``_info.json`` names, else "label"; -1 means no label; extensions
-    ignore case.
+    """The label is the field that ``_info.json`` names,
+    else "label"; -1 means no label; extensions ignore case.
     """
     contents = [
         {"label": 1, "fine": 0},

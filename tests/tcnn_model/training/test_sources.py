@@ -1,5 +1,5 @@
-"""Sources of images: errors name the data and the files that were found, and unreadable images are
-named.
+"""Sources of images: errors name the data and the files that were found,
+and unreadable images are named.
 """
 
 import os
@@ -166,8 +166,8 @@ def test_the_top_folder_is_the_class(case: str, packed: str, tmp_path: Path) -> 
 
 
 def _pack(folder: Path, packed: str) -> None:
-    """Replace a folder by a tar file of its contents, of itself, or of a tar file for each
-    class.
+    """Replace a folder by a tar file of its contents,
+    of itself, or of a tar file for each class.
     """
     with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
         if packed == "tar with the folder":
@@ -310,8 +310,8 @@ def _batches(broken: set[int], rank: int, tmp_path: Path) -> tuple[Images, list[
 
 @pytest.mark.filterwarnings("ignore:skipped image")
 def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> None:
-    """Every image of one process's second batch is unreadable: the next images replace them, also
-    after a resume.
+    """Every image of one process's second batch is unreadable:
+    the next images replace them, also after a resume.
     """
     batch = set(_batches(set(), 1, tmp_path)[1][1])
     # The next images are broken, too, so that the first substitute fails as well.

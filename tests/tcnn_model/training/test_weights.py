@@ -1,5 +1,5 @@
-"""Second stages start with all weights of the first, at another size or with other classes or
-tokens.
+"""Second stages start with all weights of the first,
+at another size or with other classes or tokens.
 """
 
 import pickle
@@ -50,8 +50,8 @@ def _assert_loaded(
     new: tuple[str, ...],
     resized: str = "",
 ) -> None:
-    """Assert that the second stage has all weights of the first, except those of a new
-    classifier.
+    """Assert that the second stage has all weights of the first,
+    except those of a new classifier.
     """
     state = model.state_dict()
     assert state.keys() == weights.keys()
@@ -179,8 +179,8 @@ def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
 
 
 def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
-    """A model of 21k classes starts one with tokens for other classes: only the classifier is
-    new.
+    """A model of 21k classes starts one with tokens for other classes:
+    only the classifier is new.
     """
     weights = _first(tmp_path, "patchconvnet_s60", CONVNET, num_classes=21)
     stage = _second(tmp_path, "patchconvnet_s60_multi", CONVNET)
@@ -216,8 +216,8 @@ def test_tcnn_starts_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
 
 
 def _lightning(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a checkpoint of a LightningModule with the model as ``net``, a weighted loss and a
-    metric.
+    """Return a checkpoint of a LightningModule with the model as ``net``,
+    a weighted loss and a metric.
     """
     entries = {f"net.{name}": value for name, value in state.items()}
     entries |= {"loss.weight": torch.ones(3), "accuracy.correct": torch.tensor(5)}
@@ -384,8 +384,8 @@ def test_trunk_of_grafit_starts_a_classifier(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(
     first: str, second: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same holds if the classes differ, where timm itself would leave out weights that do not
-    fit.
+    """The same holds if the classes differ,
+    where timm itself would leave out weights that do not fit.
     """
     model, _ = build_model(config(tmp_path, first, model_options=_options(first)), 21)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")

@@ -1,5 +1,5 @@
-"""Records of layers: each fact comes from the nearest base class that has it, and recorded classes
-exist.
+"""Records of layers: each fact comes from the nearest base class that has it,
+and recorded classes exist.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""Expected recordings by brute force: all N x N attention of a copy in float64, and loops over its
-entries.
+"""Expected recordings by brute force: all N x N attention
+of a copy in float64, and loops over its entries.
 
 Nothing of tcnn_probe is used. The copy runs without fused attention. torch's softmax is replaced by
 a function that hands on its results, and scaled_dot_product_attention by the textbook formula,
@@ -25,8 +25,8 @@ Place = tuple[float, float] | None
 
 @dataclass
 class ReferenceAttention:
-    """Attention of the copy: ``weights`` and ``logits`` as the model forms them, (..., N_query,
-    N_key) in float64.
+    """Attention of the copy: ``weights`` and ``logits`` as the model forms them,
+    (..., N_query, N_key) in float64.
     """
 
     layer: str
@@ -54,8 +54,8 @@ def grid(
 
 @contextmanager
 def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Replace softmax and fused attention by their formulas, and hand on the weights and logits of
-    each call.
+    """Replace softmax and fused attention by their formulas,
+    and hand on the weights and logits of each call.
     """
 
     def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,8 +101,8 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
 
 
 def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[ReferenceAttention]:
-    """Return all attention of one forward, in order; the second attention of a layer is named
-    "name#1".
+    """Return all attention of one forward, in order;
+    the second attention of a layer is named "name#1".
     """
     # The copy is in float64, so that no tolerance has to cover the reference's own rounding.
     twin = copy.deepcopy(model).double()
@@ -162,8 +162,8 @@ class Mask:
     visible: np.ndarray
 
     def mean(self, values: np.ndarray, queries: Any = slice(None)) -> np.ndarray:
-        """Return the mean over images of the means over all queries that count of an image, (B, w,
-        heads, n).
+        """Return the mean over images of the means over all queries
+        that count of an image, (B, w, heads, n).
         """
         counted = self.queries[:, :, queries]
         means = [
@@ -177,8 +177,8 @@ class Mask:
 
 
 def mask_of(logits: np.ndarray) -> Mask:
-    """Return what the mask in logits, (B, windows, heads, N_query, N_key), leaves, if -5000 or less
-    hides a key.
+    """Return what the mask in logits, (B, windows, heads, N_query, N_key),
+    leaves, if -5000 or less hides a key.
     """
     visible = (logits > -5000).any(2)
     images, windows, queries, keys = visible.shape
@@ -251,8 +251,8 @@ def health(
 
 
 def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Return content information, (B, windows, heads, N_query, N_key) -> (heads,), with each
-    position as a query.
+    """Return content information, (B, windows, heads, N_query, N_key) -> (heads,),
+    with each position as a query.
     """
     if counted is None:
         counted = no_mask(weights).queries
@@ -319,8 +319,8 @@ class Layout:
         return reference.weights.unflatten(0, (images, -1)).numpy()
 
     def expected(self, reference: ReferenceAttention, images: int) -> dict[str, np.ndarray]:
-        """Return expected means over images and queries, for each head and for uniform
-        attention.
+        """Return expected means over images and queries,
+        for each head and for uniform attention.
         """
         weights = self.weights(reference, images)
         logits = self.weights(replace(reference, weights=reference.logits), images)

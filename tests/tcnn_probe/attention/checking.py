@@ -121,8 +121,8 @@ def merged(heads: int) -> Callable[[Tensor, int], Tensor]:
 def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
-    """Return the epoch recorded from batches, the layers, and the reasons for unsupported
-    layers.
+    """Return the epoch recorded from batches,
+    the layers, and the reasons for unsupported layers.
     """
     # The recorder must use all queries like the brute force, instead of 64 of them.
     with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):
@@ -165,8 +165,8 @@ def check(
     images: int | None = None,
     **options: Any,
 ) -> None:
-    """Check one batch of a user's own model against its copy; ``options`` are those of
-    ``record``.
+    """Check one batch of a user's own model against its copy;
+    ``options`` are those of ``record``.
     """
     batch = inputs if isinstance(inputs, tuple) else (inputs,)
     model = model.double()
@@ -179,8 +179,8 @@ def check(
 
 
 def check_family(family: Family) -> None:
-    """Check fused attention in two batches against an unfused copy, and that recording does not
-    change outputs.
+    """Check fused attention in two batches against an unfused copy,
+    and that recording does not change outputs.
     """
     model = sharpen(family.make(), family.gain)
     images = family.images()

@@ -12,8 +12,8 @@ _QUERIES_AND_KEYS = re.compile(
 
 
 def sharpen(model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False) -> nn.Module:
-    """Draw weights of size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; set
-    eval mode.
+    """Draw weights of size 1 / sqrt(inputs),
+    those of queries and keys ``gain`` times as large; set eval mode.
 
     With ``only``, all weights but those of queries and keys are kept.
     """

@@ -1,5 +1,5 @@
-"""Recorders leave each kind of model unchanged: while attached, after forwards that end or fail,
-and when removed.
+"""Recorders leave each kind of model unchanged: while attached,
+after forwards that end or fail, and when removed.
 """
 
 from typing import Any

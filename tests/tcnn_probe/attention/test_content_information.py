@@ -1,5 +1,5 @@
-"""Content information, the part of a head's attention that depends on the image: known values, and
-brute force.
+"""Content information, the part of a head's attention
+that depends on the image: known values, and brute force.
 """
 
 import math
@@ -35,8 +35,8 @@ def numbers(model: nn.Module, *batches: Tensor, **options: Any) -> Any:
 
 
 class Positional(nn.Module):
-    """Three heads on (B, 1, H, W) that attend by position alone: concentrated, uniform, and at
-    random.
+    """Three heads on (B, 1, H, W) that attend by position alone:
+    concentrated, uniform, and at random.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ class Positional(nn.Module):
 
 @pytest.mark.parametrize("count", [2, 7])
 def test_attention_by_position_alone_has_no_content_information(count: int) -> None:
-    """This holds also for GPSA's padding, which gets much attention at the border, and for shifted
-    windows.
+    """This holds also for GPSA's padding, which gets much attention at the border,
+    and for shifted windows.
     """
     # The tolerance is for differences of float32 entropies of up to log 99 nat, times n / (n - 1).
     tolerance = 8 * 2.0**-24 * math.log(99) * count / (count - 1)
@@ -162,8 +162,8 @@ def at_sampled_queries(weights: np.ndarray, first: int = 0) -> np.ndarray:
 def test_equals_brute_force_for_any_batches_in_any_order(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers have fused or class attention, shifted windows or talking heads, and more queries than
-    are sampled.
+    """Layers have fused or class attention,
+    shifted windows or talking heads, and more queries than are sampled.
     """
     model, x = small(name)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # one image at a time
@@ -209,8 +209,8 @@ def test_equals_brute_force_for_any_batches_in_any_order(
 
 
 def test_gated_attention_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both the whole attention, over real and padding pixels, and its content part are checked, for
-    91 queries.
+    """Both the whole attention, over real and padding pixels,
+    and its content part are checked, for 91 queries.
     """
     monkeypatch.setattr(Attention, "BLOCK", 120_000)  # two images at a time
     layer = scatter(GPSA(3, 4, 3, padding=1))
@@ -249,8 +249,8 @@ def test_queries_are_sampled_evenly(windows: int, queries: int) -> None:
 
 
 def test_images_of_several_sizes_have_no_content_information(tmp_path: Any) -> None:
-    """Both grids have 28 pixels: the value is NaN, the reason says what to do, and the next epoch
-    is unaffected.
+    """Both grids have 28 pixels: the value is NaN,
+    the reason says what to do, and the next epoch is unaffected.
     """
     model = Positional().eval()
     with tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
@@ -292,8 +292,8 @@ def test_equivariance_of_known_patterns() -> None:
 
 
 def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
-    """Groups of eight and of two of 1,024 images would lack an eighth and a half without the factor
-    n / (n - 1).
+    """Groups of eight and of two of 1,024 images would lack an eighth
+    and a half without the factor n / (n - 1).
     """
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(3, 1, 11, 23)) + 0.3 * generator.normal(size=(3, 1024, 11, 23))

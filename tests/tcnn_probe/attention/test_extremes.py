@@ -1,5 +1,5 @@
-"""Statistics at the limits of number formats: half precision, autocast, hidden keys and large
-logits.
+"""Statistics at the limits of number formats:
+half precision, autocast, hidden keys and large logits.
 """
 
 import pytest
@@ -51,8 +51,8 @@ def check(
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
-    """Return the error of statistics up to 6, from logits that are sums of 0.5 q_d k_d with an
-    error of a few eps.
+    """Return the error of statistics up to 6,
+    from logits that are sums of 0.5 q_d k_d with an error of a few eps.
     """
     return (
         4
@@ -69,8 +69,8 @@ HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @HOW
 def test_statistics_in_any_dtype(dtype: torch.dtype, how: str) -> None:
-    """Statistics are those of the given queries and keys; without fusion, half precision rounds the
-    logits.
+    """Statistics are those of the given queries and keys;
+    without fusion, half precision rounds the logits.
     """
     q, k = tokens(dtype)
     model = Attend(how)

@@ -1,5 +1,5 @@
-"""flex_attention: logits that are changed and masked by functions are rebuilt in blocks, and equal
-loops.
+"""flex_attention: logits that are changed and masked
+by functions are rebuilt in blocks, and equal loops.
 """
 
 import math
@@ -257,8 +257,8 @@ def check_reason(attention: Attention) -> None:
 
 
 class Renormalized(Flex):
-    """Attention with a sink's logit per head that is applied to the output, as in transformers and
-    torchtitan.
+    """Attention with a sink's logit per head that is applied to the output,
+    as in transformers and torchtitan.
     """
 
     def __init__(self, compiled: bool, is_static: bool) -> None:

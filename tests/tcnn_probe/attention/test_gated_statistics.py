@@ -1,5 +1,5 @@
-"""Statistics of gated positional attention equal brute force, for any geometry and size of
-blocks.
+"""Statistics of gated positional attention equal brute force,
+for any geometry and size of blocks.
 """
 
 import pytest

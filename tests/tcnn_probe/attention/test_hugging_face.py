@@ -1,5 +1,5 @@
-"""Vision models of transformers and torchvision: tokens, grids and windows are found; numbers equal
-brute force.
+"""Vision models of transformers and torchvision: tokens,
+grids and windows are found; numbers equal brute force.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Each map is that of its image, whichever rows of the batch reach a layer and wherever the image
-enters the model.
+"""Each map is that of its image, whichever rows
+of the batch reach a layer and wherever the image enters the model.
 """
 
 import dataclasses
@@ -162,8 +162,8 @@ def test_maps_are_those_of_the_images_that_reach_the_layer(name: str, fused: boo
 
 @pytest.mark.filterwarnings("ignore:no maps")
 def test_images_that_move_only_in_some_forwards_get_no_other_maps() -> None:
-    """The first forward shows nothing of a later selection: that one has no maps, and the next one
-    is followed.
+    """The first forward shows nothing of a later selection:
+    that one has no maps, and the next one is followed.
     """
     torch.manual_seed(0)
     model = Selective(lambda x: x).eval()
@@ -245,8 +245,8 @@ CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]]
 @pytest.mark.filterwarnings("ignore:the images")  # of doubled size, they are others
 @pytest.mark.parametrize("name", CALLS)
 def test_the_image_stands_anywhere_among_the_inputs(name: str, tmp_path: Path) -> None:
-    """A recording that was begun with the plain model goes on, with the same maps, in the same
-    variables.
+    """A recording that was begun with the plain model goes on,
+    with the same maps, in the same variables.
     """
     arguments, forward = CALLS[name]
     model, batch = Step(vit(), forward).eval(), pictures(3)
@@ -381,8 +381,8 @@ def test_class_attention_of_an_early_layer_is_announced() -> None:
 
 @pytest.mark.parametrize("selection", ["sorted", "early exit"])
 def test_maps_of_a_layer_that_sees_other_images(selection: str) -> None:
-    """Attention maps are put into the order of the images, and those of a part of the images are
-    left out.
+    """Attention maps are put into the order of the images,
+    and those of a part of the images are left out.
     """
     torch.manual_seed(0)
     model = Selective(lambda x: x).eval()

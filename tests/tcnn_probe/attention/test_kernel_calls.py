@@ -1,5 +1,5 @@
-"""Stand-ins for the operators of flash-attn and xformers, called as these packages do, against
-loops in float64.
+"""Stand-ins for the operators of flash-attn and xformers,
+called as these packages do, against loops in float64.
 
 The packages need a GPU. The stand-ins have the signatures of flash-attn 2.7 and of the two kinds of
 kernels of xformers.
@@ -72,8 +72,8 @@ def weights_of(
     window: tuple[int, int] = (-1, -1),
     bias: Tensor | None = None,
 ) -> np.ndarray:
-    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d), computed key by key in
-    float64.
+    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d),
+    computed key by key in float64.
     """
     queries = q.shape[1]
     keys = k.shape[1]
@@ -167,8 +167,8 @@ def operators() -> Iterator[None]:
 
 
 class Flash(torch.autograd.Function):
-    """Outline of the package's own function: it pads heads to eight channels and calls the operator
-    in its forward.
+    """Outline of the package's own function:
+    it pads heads to eight channels and calls the operator in its forward.
     """
 
     @staticmethod
@@ -392,8 +392,8 @@ def test_kernel_calls_are_read(
 
 
 def test_causal_masks_of_fewer_queries_than_keys() -> None:
-    """The last query of flash-attn sees the last key; for xformers this depends on the class of the
-    mask.
+    """The last query of flash-attn sees the last key;
+    for xformers this depends on the class of the mask.
     """
 
     class Cross(nn.Module):

@@ -1,5 +1,5 @@
-"""The recorder's statistics from the GPU's kernel, in Triton's interpreter, against brute force and
-the blocks.
+"""The recorder's statistics from the GPU's kernel,
+in Triton's interpreter, against brute force and the blocks.
 """
 
 from collections.abc import Callable
@@ -69,8 +69,8 @@ def test_statistics_of_the_kernel(
 def test_cases_that_the_kernel_leaves_to_the_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The blocks measure all that the kernel is not switched on for, tensors on the CPU, and logits
-    of a model.
+    """The blocks measure all that the kernel is not switched on for,
+    tensors on the CPU, and logits of a model.
     """
     query = torch.zeros(1, 2, 3, 8, device=DEVICE)
     product = ProductLogits(query, query, 1.0, None)

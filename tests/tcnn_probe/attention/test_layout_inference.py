@@ -1,5 +1,5 @@
-"""Inference of layouts: grids are not invented, and heads, windows and images are not confused with
-each other.
+"""Inference of layouts: grids are not invented, and heads,
+windows and images are not confused with each other.
 """
 
 from collections.abc import Callable

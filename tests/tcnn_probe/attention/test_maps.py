@@ -1,5 +1,5 @@
-"""attention_maps: the attention of a forward on the grid of the image equals brute force in
-float64.
+"""attention_maps: the attention of a forward on the grid
+of the image equals brute force in float64.
 """
 
 import json
@@ -101,8 +101,8 @@ def test_equals_brute_force(name: str) -> None:
 
 
 def test_mixed_heads_are_the_weights_of_the_values() -> None:
-    """For talking heads, a loop sums the softmaxes of all heads with the mixing weights of each
-    head.
+    """For talking heads, a loop sums the softmaxes
+    of all heads with the mixing weights of each head.
     """
     model, images = run(small("cait_xxs24_224", **VIT))
     for block in model.blocks:
@@ -369,8 +369,8 @@ CASES = {
 
 
 def placed(weights: np.ndarray, cells: Any, shape: Any) -> np.ndarray:
-    """Place weights (B, windows, heads, N, N) in maps; those of tokens in different windows are
-    zero, not missing.
+    """Place weights (B, windows, heads, N, N) in maps;
+    those of tokens in different windows are zero, not missing.
     """
     expected = np.zeros(shape)
     for w, window in enumerate(cells):
@@ -835,8 +835,8 @@ def test_layers_without_maps_are_reported() -> None:
 
 
 def test_cells_are_placed_at_the_centre_of_their_receptive_fields() -> None:
-    """After padded convolutions, the first cell is centred on the first pixel, not on the middle of
-    a cell.
+    """After padded convolutions, the first cell is centred on the first pixel,
+    not on the middle of a cell.
     """
     model = tcnn_model.reparameterize(timm.create_model("resnet18", num_classes=5)).eval()
     maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96), queries=[(17, 94)])["9x4x6"]

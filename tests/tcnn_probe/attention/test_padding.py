@@ -1,5 +1,5 @@
-"""Padded images are measured as if each were alone, and padding changes no number, however it is
-hidden.
+"""Padded images are measured as if each were alone,
+and padding changes no number, however it is hidden.
 """
 
 import warnings
@@ -108,8 +108,8 @@ def check_alone(
     alone: Sequence[dict[str, xr.DataArray]],
     tolerance: float = 1e-9,
 ) -> None:
-    """Assert that every variable of padded images is the mean, or the largest, of those of the
-    images alone.
+    """Assert that every variable of padded images is the mean,
+    or the largest, of those of the images alone.
     """
     names = alone[0].keys() - {"images", "nonfinite_images", "sink_kind"}
     # These compare images, so that a single one has none.
@@ -240,8 +240,8 @@ def test_libraries_that_pad(make: Any) -> None:
 
 
 def test_what_is_no_padding() -> None:
-    """The last token of causal attention, queries of others' keys, and tokens that all see only
-    themselves.
+    """The last token of causal attention, queries of others' keys,
+    and tokens that all see only themselves.
     """
     eye = torch.eye(5, dtype=torch.bool)
     for visible, counted in (

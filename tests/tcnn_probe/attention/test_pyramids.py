@@ -29,8 +29,8 @@ LAST_TWO = {"stages.2*": same(grid(4, 6)), "stages.3*": same(grid(2, 3))}
 
 
 def mvit() -> Family:
-    """Return MViTv2, pooled by strided convolutions of 3 x 3: token i is at cell ``stride * i`` of
-    the finest grid.
+    """Return MViTv2, pooled by strided convolutions of 3 x 3:
+    token i is at cell ``stride * i`` of the finest grid.
     """
     options = {
         "depths": (1, 1),
@@ -64,8 +64,8 @@ def mvit() -> Family:
 
 
 def levit() -> Family:
-    """Return LeViT: a downsampling has 7 x 7 queries for 14 x 14 tokens, or 4 x 4 for 7 x 7, two
-    cells apart.
+    """Return LeViT: a downsampling has 7 x 7 queries for 14 x 14 tokens,
+    or 4 x 4 for 7 x 7, two cells apart.
     """
     options = {
         "embed_dim": (32, 48, 64),
@@ -90,8 +90,8 @@ def levit() -> Family:
 
 
 def efficientformer_v2() -> Family:
-    """Return EfficientFormerV2: blocks pool 4 x 6 tokens to 2 x 3; a downsampling has queries two
-    cells apart.
+    """Return EfficientFormerV2: blocks pool 4 x 6 tokens to 2 x 3;
+    a downsampling has queries two cells apart.
     """
     options = {
         "depths": (1, 1, 1, 1),
@@ -113,8 +113,8 @@ def efficientformer_v2() -> Family:
 
 
 def pvt(*, linear: bool) -> Family:
-    """Return PVTv2 with 16 x 24 and 8 x 12 queries; keys are pooled by 8 x 8 and 4 x 4, or to 7 x 7
-    if ``linear``.
+    """Return PVTv2 with 16 x 24 and 8 x 12 queries;
+    keys are pooled by 8 x 8 and 4 x 4, or to 7 x 7 if ``linear``.
     """
     options = {
         "depths": (1, 1),
@@ -143,8 +143,8 @@ def pvt(*, linear: bool) -> Family:
 
 
 def crossvit() -> Family:
-    """Return CrossViT: two grids of one image, with class tokens that attend to the other grid's
-    patches.
+    """Return CrossViT: two grids of one image,
+    with class tokens that attend to the other grid's patches.
     """
     options = {
         "img_size": 48,
@@ -164,8 +164,8 @@ def crossvit() -> Family:
 
 
 def efficientvit() -> Family:
-    """Return EfficientViT, with a layer per head: 14 x 14 tokens in windows of 7 x 7, then 7 x
-    7.
+    """Return EfficientViT, with a layer per head:
+    14 x 14 tokens in windows of 7 x 7, then 7 x 7.
     """
     options = {
         "embed_dim": (16, 16),
@@ -191,8 +191,8 @@ def efficientvit() -> Family:
 
 
 def clip() -> Family:
-    """Return a convnet with CLIP's pooling: a token, the mean of all features, attends to the
-    features.
+    """Return a convnet with CLIP's pooling: a token,
+    the mean of all features, attends to the features.
     """
     pool = partial(AttentionPool2d, 24, out_features=5, feat_size=(3, 5), head_dim=8)
     layouts = {"*": same(grid(3, 5, prefix=1))}

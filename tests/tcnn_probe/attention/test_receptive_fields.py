@@ -1,5 +1,5 @@
-"""Positions of cells equal the centres of what they see when single rows and columns of the image
-are lit.
+"""Positions of cells equal the centres of what they see
+when single rows and columns of the image are lit.
 """
 
 from contextlib import closing
@@ -59,8 +59,8 @@ MODELS = {
 
 
 def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float]]:
-    """Return the map's size and the centres of the rows (0) or columns (1) that cells see; NaN at
-    the border.
+    """Return the map's size and the centres of the rows (0)
+    or columns (1) that cells see; NaN at the border.
     """
     length = SIZE[side]
     images = torch.zeros(length, 1, *SIZE, dtype=torch.float64)

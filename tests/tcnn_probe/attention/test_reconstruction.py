@@ -1,5 +1,5 @@
-"""Reconstruction raises if the model used another attention, and never otherwise, in any precision
-and with dropout.
+"""Reconstruction raises if the model used another attention,
+and never otherwise, in any precision and with dropout.
 """
 
 from typing import Any
@@ -96,8 +96,8 @@ def check(model: nn.Module, images: Tensor, **options: Any) -> None:
 @HOW
 @pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
 def test_another_attention_raises(how: str, factor: float) -> None:
-    """A deviation of 1 % suffices, as float32 is right to 1e-6; a tensor's subclass alone does not
-    raise.
+    """A deviation of 1 % suffices, as float32 is right to 1e-6;
+    a tensor's subclass alone does not raise.
     """
     model = Attend(how, factor)
     images = torch.randn(3, 3, *SIZE)
@@ -114,8 +114,8 @@ def test_another_attention_raises(how: str, factor: float) -> None:
 
 @pytest.mark.parametrize("kind", ["gpsa", "convit"])
 def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
-    """These layers are measured from their input, so their forward must compute the attention that
-    is rebuilt.
+    """These layers are measured from their input,
+    so their forward must compute the attention that is rebuilt.
     """
     if kind == "gpsa":
         model = Chain()
@@ -175,8 +175,8 @@ def test_training_with_dropout_is_accepted(family: Family) -> None:
 
 
 class MaskedInFloat32(nn.Module):
-    """Attention in float64 with a mask in float32, as in EoMT; torch's fused attention is wrong for
-    it.
+    """Attention in float64 with a mask in float32,
+    as in EoMT; torch's fused attention is wrong for it.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Statistics of softmax attention from plain tensors, against float64 brute force, for blocks of
-any size.
+"""Statistics of softmax attention from plain tensors,
+against float64 brute force, for blocks of any size.
 
 The rounding of float32 is bounded term by term. The error of logit j of a row is at most a few eps
 * size_j, where size_j is the sum of |scale q_d k_d| over d. The relative error of A_j is that, plus

@@ -1,5 +1,5 @@
-"""Attention as a stream: all attention of a forward, by name, equals brute force, and nothing is
-left behind.
+"""Attention as a stream: all attention of a forward,
+by name, equals brute force, and nothing is left behind.
 """
 
 import copy
@@ -160,8 +160,8 @@ def test_each_layer_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return A = (1 - g) C + g P by brute force, for single queries and keys, from the layer's
-    parameters.
+    """Return A = (1 - g) C + g P by brute force,
+    for single queries and keys, from the layer's parameters.
     """
     layer = copy.deepcopy(layer).double()
     x = x.double()
@@ -219,8 +219,8 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
-    """Return T-CNNs on maps below and above the size from which no N x N weights are formed, and
-    timm's ConViT.
+    """Return T-CNNs on maps below and above the size from
+    which no N x N weights are formed, and timm's ConViT.
     """
     torch.manual_seed(0)
     tcnn = tcnn_model.reparameterize(
@@ -293,8 +293,8 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
 def test_edits_in_a_callback_equal_ablations(case: str) -> None:
-    """Edits are zero, mean and given attention, for softmax attention in the same model, too, and
-    with gradients.
+    """Edits are zero, mean and given attention,
+    for softmax attention in the same model, too, and with gradients.
     """
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
@@ -328,8 +328,8 @@ def layers_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
 def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
-    """Ablated heads and gates stay ablated; a recorder outside or inside sees attention before the
-    edits.
+    """Ablated heads and gates stay ablated;
+    a recorder outside or inside sees attention before the edits.
     """
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
@@ -369,8 +369,8 @@ def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
 @pytest.mark.parametrize("case", ["64 pixels", "convit", "fused", "apart", "multihead"])
 @pytest.mark.parametrize("kinds", ["stream stream", "stream ablation", "ablation stream"])
 def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
-    """Streams and ablations nest in any order; a third stream observes the attention before all
-    edits.
+    """Streams and ablations nest in any order;
+    a third stream observes the attention before all edits.
     """
     torch.manual_seed(0)
     softmax_models = {
@@ -419,8 +419,8 @@ def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
 
 @torch.no_grad()
 def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged() -> None:
-    """A depthwise layer on a large map forms no outputs of single heads, unless a hook needs
-    them.
+    """A depthwise layer on a large map forms no outputs of single heads,
+    unless a hook needs them.
     """
     torch.manual_seed(0)
     layer = GPSA(8, 8, 3, padding=1, groups=8)

@@ -1,5 +1,5 @@
-"""A third kind of attention in one file, as described by the docstring of ``Attention``: linear
-attention.
+"""A third kind of attention in one file,
+as described by the docstring of ``Attention``: linear attention.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ IMAGES, HEADS, WIDTH, GRID = 2, 3, 5, (5, 7)
 
 
 class KernelMixer(nn.Module):
-    """Linear attention A_ij = phi(q_i) . phi(k_j) / sum_j', phi = elu + 1 (Katharopoulos et al.
-    2020).
+    """Linear attention A_ij = phi(q_i) . phi(k_j) / sum_j',
+    phi = elu + 1 (Katharopoulos et al. 2020).
     """
 
     def __init__(self) -> None:

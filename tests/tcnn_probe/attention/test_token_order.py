@@ -1,5 +1,5 @@
-"""Known orders of tokens are detected during a forward, which is otherwise the same as without
-recorders.
+"""Known orders of tokens are detected during a forward,
+which is otherwise the same as without recorders.
 """
 
 import copy
@@ -334,8 +334,8 @@ def test_as_many_object_queries_as_cells(name: str, attention: dict[str, str]) -
 
 
 class Prompted(nn.Module):
-    """Two learned tokens and the user's points, together as many as the cells of a window, as is
-    possible with SAM.
+    """Two learned tokens and the user's points,
+    together as many as the cells of a window, as is possible with SAM.
     """
 
     def __init__(self) -> None:
@@ -362,8 +362,8 @@ def test_as_many_prompts_as_cells() -> None:
 
 
 class Queries(nn.Module):
-    """Learned queries, as many as patches, which attend to the patches with a mask of unknown
-    origin.
+    """Learned queries, as many as patches, which attend to the patches
+    with a mask of unknown origin.
     """
 
     num_heads = 1
@@ -411,8 +411,8 @@ def test_logits_that_are_used_in_both_directions() -> None:
 
 @pytest.mark.parametrize("name", ["DeformableDetr", "DabDetr"])
 def test_object_queries_after_deformable_attention(name: str) -> None:
-    """Queries that start as zeros, and those that have gathered samples of the image, get no
-    grid.
+    """Queries that start as zeros, and those
+    that have gathered samples of the image, get no grid.
     """
     torch.manual_seed(0)
     transformers = need("transformers")

@@ -1,5 +1,5 @@
-"""torch's own multi-head attention and functions, in a user's models: statistics equal brute
-force.
+"""torch's own multi-head attention and functions,
+in a user's models: statistics equal brute force.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ PICTURES = torch.randn(B, 3, 12, 20, generator=GENERATOR)
 
 
 def of_heads(weights: Tensor, images: int) -> Tensor:
-    """Reshape (B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N,
-    N).
+    """Reshape (B * heads, N, N), (B, heads, N, N)
+    or (B, groups, heads, N, N) to (B, 1, heads, N, N).
     """
     if weights.ndim == 5:
         weights = weights.flatten(1, 2)
@@ -151,8 +151,8 @@ def test_encoder_equals_brute_force(norm_first: bool) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_disables_the_fast_path_of_an_encoder(padded: bool) -> None:
-    """torch computes a layer in eval mode in one kernel, with 0 at padding; a recorded layer uses
-    the ordinary path.
+    """torch computes a layer in eval mode in one kernel,
+    with 0 at padding; a recorded layer uses the ordinary path.
     """
     model = encoder()
     x = torch.randn(2, 7, DIM)
@@ -202,8 +202,8 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with queries (B, groups, heads of a group, N, d), and keys and values (B, groups, N,
-    d).
+    """Attend with queries (B, groups, heads of a group, N, d),
+    and keys and values (B, groups, N, d).
     """
     q = q.unflatten(1, (k.shape[1], -1))
     weights = torch.einsum("bghid,bgjd->bghij", q, k).softmax(-1)

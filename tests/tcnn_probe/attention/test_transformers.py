@@ -39,8 +39,8 @@ def vit(model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 
 
 
 def of_units(rows: int, columns: int, pools: int, windows: int, pooled: int = 1) -> list[Place]:
-    """Return positions of a unit's tokens by timm's reordering, on a grid with ``pooled`` times as
-    many rows.
+    """Return positions of a unit's tokens by timm's reordering,
+    on a grid with ``pooled`` times as many rows.
     """
     unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
     in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
@@ -53,8 +53,8 @@ def of_units(rows: int, columns: int, pools: int, windows: int, pooled: int = 1)
 
 
 def hiera(units: tuple[int, int], heads: int) -> Family:
-    """Return Hiera, with units of 32 x 32 pixels and global attention at the end; queries are
-    pooled three times.
+    """Return Hiera, with units of 32 x 32 pixels and global attention at the end;
+    queries are pooled three times.
     """
     high, wide = units
     count = units[0] * units[1]
@@ -112,8 +112,8 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_captured_attention_is_what_multiplies_the_values() -> None:
-    """The oracle's attention equals the input of the dropout before the values, which an ordinary
-    hook reads.
+    """The oracle's attention equals the input of the dropout before the values,
+    which an ordinary hook reads.
     """
     model = sharpen(FAMILIES[0].make())
     images = FAMILIES[0].images()

@@ -1,5 +1,5 @@
-"""Statistics of uniform attention against all pairs in float64; families test those of softmax
-attention.
+"""Statistics of uniform attention against all pairs in float64;
+families test those of softmax attention.
 """
 
 import math
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.numerical
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_layer_with_uniform_attention(geometry: str) -> None:
-    """The gates are 1 and there is no locality, so the oracle's distance and entropy are those of
-    uniform attention.
+    """The gates are 1 and there is no locality,
+    so the oracle's distance and entropy are those of uniform attention.
     """
     # A gate of 1 - e^-60 leaves positional attention alone, and a locality near zero makes it
     # uniform.
@@ -51,8 +51,8 @@ def test_layer_with_uniform_attention(geometry: str) -> None:
 
 
 def test_asymmetric_padding() -> None:
-    """Padding "same" adds 3 x 2 pixels; queries are 2 pixels apart on 7 x 11, starting at the
-    kernel's centre.
+    """Padding "same" adds 3 x 2 pixels; queries are 2 pixels apart on 7 x 11,
+    starting at the kernel's centre.
     """
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
     # Of 3 x 2 pixels of padding, 1 is before and 2 are behind along y, and 1 on either side along

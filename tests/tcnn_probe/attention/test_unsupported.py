@@ -1,5 +1,5 @@
-"""Layers without attention between tokens are listed with a reason, and layers beside them are
-recorded.
+"""Layers without attention between tokens are listed with a reason,
+and layers beside them are recorded.
 """
 
 import json
@@ -144,8 +144,8 @@ def test_unsupported_layers_have_reasons(name: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_differential_attention_is_listed_fused_or_not(fused: bool) -> None:
-    """Its two softmaxes must not count as two layers of half the width, nor as a softmax that
-    weighs no values.
+    """Its two softmaxes must not count as two layers of half the width,
+    nor as a softmax that weighs no values.
     """
     model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **TINY).eval()
     # The two implementations call different functions.
@@ -248,8 +248,8 @@ def test_a_layer_that_attends_later_is_recorded() -> None:
 
 
 class Channels(nn.Module):
-    """XCiT's attention between the channels of each head, as vit-pytorch writes it; heads are wider
-    than tokens.
+    """XCiT's attention between the channels of each head,
+    as vit-pytorch writes it; heads are wider than tokens.
     """
 
     def __init__(self, how: str) -> None:
@@ -357,8 +357,8 @@ def test_nested_tensors_have_a_reason(layout: torch.layout, attend: str) -> None
 
 
 class NestedEncoder(nn.Module):
-    """torch's encoder on nested tensors, which it can only run in its fast path, before attention
-    that is padded.
+    """torch's encoder on nested tensors, which it can only run in its fast path,
+    before attention that is padded.
     """
 
     def __init__(self) -> None:

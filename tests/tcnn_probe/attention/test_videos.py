@@ -1,5 +1,5 @@
-"""Tokens of videos are on a grid of frames, rows and columns: statistics and maps against brute
-force in float64.
+"""Tokens of videos are on a grid of frames, rows and columns:
+statistics and maps against brute force in float64.
 """
 
 from collections import defaultdict
@@ -85,8 +85,8 @@ def test_maps_by_frame(name: str) -> None:
 
 
 def test_maps_of_videos_with_channels_first() -> None:
-    """Maps equal those with frames first, as torchvision's models take videos; one frame is drawn
-    and explored.
+    """Maps equal those with frames first, as torchvision's models take videos;
+    one frame is drawn and explored.
     """
 
     class ChannelsFirst(nn.Module):
@@ -121,8 +121,8 @@ def test_queries_in_videos_have_frames() -> None:
 
 
 def equivariance(mean: np.ndarray) -> float:
-    """Return the share of a pattern's variance (tokens, tokens) that offsets in time, rows and
-    columns explain.
+    """Return the share of a pattern's variance (tokens, tokens)
+    that offsets in time, rows and columns explain.
     """
     cells = list(product(*map(range, CELLS)))
     groups = defaultdict(list)
@@ -156,8 +156,8 @@ def test_equivariance_includes_time() -> None:
 
 
 def test_other_orders_of_tokens_have_no_grid() -> None:
-    """VideoMAE's decoder puts mask tokens behind visible ones; V-JEPA's predictor sorts them in
-    among these.
+    """VideoMAE's decoder puts mask tokens behind visible ones;
+    V-JEPA's predictor sorts them in among these.
     """
     model = video_model(
         "VideoMAEForPreTraining",

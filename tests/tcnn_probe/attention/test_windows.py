@@ -50,8 +50,8 @@ def swin(name: str, model: str) -> Family:
 
 
 def samvit() -> Family:
-    """Return SAM's encoder on 5 x 7 patches: windows of 3 x 3 with padding, and global attention in
-    the last block.
+    """Return SAM's encoder on 5 x 7 patches:
+    windows of 3 x 3 with padding, and global attention in the last block.
     """
     options = {
         "img_size": (40, 56),
@@ -70,8 +70,8 @@ def samvit() -> Family:
 
 
 def twins() -> Family:
-    """Return Twins: 2 windows of 7 x 7, as many as heads, and 7 x 14 queries with keys pooled by 7
-    x 7.
+    """Return Twins: 2 windows of 7 x 7, as many as heads,
+    and 7 x 14 queries with keys pooled by 7 x 7.
     """
     small = {
         "embed_dims": (8,),
@@ -89,8 +89,8 @@ def twins() -> Family:
 
 
 def halo() -> Family:
-    """Return HaloNet: blocks of 4 x 4 pixels see 6 x 6, with zeros beyond the image; every second
-    pixel is a query.
+    """Return HaloNet: blocks of 4 x 4 pixels see 6 x 6,
+    with zeros beyond the image; every second pixel is a query.
     """
     layer = partial(HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1)
     layout = Layout(  # the layer has (B * heads, blocks, N, N)
@@ -108,8 +108,8 @@ def halo() -> Family:
 
 
 def mobilevit() -> Family:
-    """Return MobileViT: a pixel sees those at the same place of every patch of 2 x 2 pixels, which
-    makes 4 sets.
+    """Return MobileViT: a pixel sees those at the same place
+    of every patch of 2 x 2 pixels, which makes 4 sets.
     """
     # The four sets of pixels are separate grids.
     shapes = {"stages.2*": (4, 6), "stages.3*": (2, 3), "stages.4*": (1, 2)}
@@ -126,8 +126,8 @@ def mobilevit() -> Family:
 
 
 def gcvit() -> Family:
-    """Return GCViT, with windows in each stage and global queries of the whole image in place of a
-    window's own.
+    """Return GCViT, with windows in each stage and global queries
+    of the whole image in place of a window's own.
     """
     small = {
         "embed_dim": 8,
@@ -148,8 +148,8 @@ def gcvit() -> Family:
 
 
 def nest() -> Family:
-    """Return NesT with windows of 4 x 4: 16 of them, then 4, as many as heads, then 1, the whole
-    image.
+    """Return NesT with windows of 4 x 4: 16 of them,
+    then 4, as many as heads, then 1, the whole image.
     """
     small = {
         "embed_dims": (8, 8, 8),
@@ -166,8 +166,8 @@ def nest() -> Family:
 
 
 def volo() -> Family:
-    """Return VOLO: 2 x 1 pixels, as many as heads, give the attention of 3 x 3 neighbours; then 2 x
-    1 patches.
+    """Return VOLO: 2 x 1 pixels, as many as heads,
+    give the attention of 3 x 3 neighbours; then 2 x 1 patches.
     """
     small = {
         "layers": (1, 1),
@@ -196,8 +196,8 @@ def volo() -> Family:
 
 
 def tnt() -> Family:
-    """Return TNT, with patches as a sentence, and the 4 x 4 pixels of a patch as words in an
-    unknown order.
+    """Return TNT, with patches as a sentence,
+    and the 4 x 4 pixels of a patch as words in an unknown order.
     """
     small = {
         "embed_dim": 24,
@@ -232,8 +232,8 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_maps_of_shifted_windows() -> None:
-    """Maps of images 0 and 3 have the attention that each window's keys receive, and that of its
-    central query.
+    """Maps of images 0 and 3 have the attention that each window's keys receive,
+    and that of its central query.
     """
     model = sharpen(FAMILIES[0].make()).double()
     images = FAMILIES[0].images().double()

@@ -39,8 +39,8 @@ POSITIONS = F.pad(torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)
 
 
 class Block(nn.Module):
-    """Attention with a residual, over parts that are joined before it, or inside it for each
-    head.
+    """Attention with a residual, over parts that are joined before it,
+    or inside it for each head.
     """
 
     cached = False
@@ -314,8 +314,8 @@ def test_masks_of_words_are_not_grids() -> None:
 
 
 def test_a_mask_is_not_a_feature_map() -> None:
-    """Nine keys that cannot be followed are not a map of three rows just because a mask has
-    three.
+    """Nine keys that cannot be followed are not a map
+    of three rows just because a mask has three.
     """
 
     class Decoder(nn.Module):

@@ -33,8 +33,8 @@ class Linear(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """Model of (B, 2, 12, 20) that sees only rows 3 to 7, columns 10 to 16: class 1 if they are
-    bright, else 0.
+    """Model of (B, 2, 12, 20) that sees only rows 3 to 7,
+    columns 10 to 16: class 1 if they are bright, else 0.
     """
 
     rows, columns = slice(3, 8), slice(10, 17)
@@ -81,8 +81,8 @@ def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Modu
 
 
 def bilinear(maps: np.ndarray, height: int, width: int, first: float | None = None) -> np.ndarray:
-    """Interpolate (B, h, w) to (B, H, W) by a loop over pixels, with the border's values beyond the
-    outermost cells.
+    """Interpolate (B, h, w) to (B, H, W) by a loop over pixels,
+    with the border's values beyond the outermost cells.
 
     Cells divide the image evenly, unless ``first`` gives the pixel (first, first) of the first
     cell.

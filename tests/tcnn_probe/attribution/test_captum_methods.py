@@ -134,8 +134,8 @@ def grad_cam(
     target: list[int],
     as_maps: Any = lambda x: x,
 ) -> np.ndarray:
-    """Compute Eqs. 1 and 2 of the paper by hand; ``as_maps`` turns the layer's output into feature
-    maps.
+    """Compute Eqs. 1 and 2 of the paper by hand;
+    ``as_maps`` turns the layer's output into feature maps.
     """
     outputs: list[Tensor] = []
     handle = layer.register_forward_hook(

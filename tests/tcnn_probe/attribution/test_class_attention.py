@@ -22,8 +22,8 @@ from tests.tcnn_probe.attribution.models import (
 def expected(
     model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]
 ) -> np.ndarray:
-    """Compute rows of the queries by brute force, as means over heads, for patches only: (B, 3,
-    5).
+    """Compute rows of the queries by brute force,
+    as means over heads, for patches only: (B, 3, 5).
     """
     weights = next(
         reference.weights for reference in attention_of(model, images) if reference.layer == layer

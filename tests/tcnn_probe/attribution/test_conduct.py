@@ -1,5 +1,5 @@
-"""Attribution leaves the model and torch unchanged: after an exception, in any mode, and with
-several threads.
+"""Attribution leaves the model and torch unchanged:
+after an exception, in any mode, and with several threads.
 """
 
 import sys
@@ -49,8 +49,8 @@ def maps_of(model: nn.Module, x: Tensor, method: str) -> xr.DataArray:
 
 
 def busy(method: str) -> tuple[nn.Module, Tensor]:
-    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a
-    user's hook.
+    """Return a model with parts in training mode, dropout,
+    frozen parameters, gradients and a user's hook.
     """
     model, x = model_for(method)
     model.train()
@@ -92,8 +92,8 @@ class BrokenError(Exception):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_attribution_leaves_no_trace(method: str) -> None:
-    """This holds also after an exception in the forward that finds the targets (1), or in the
-    method's own (2).
+    """This holds also after an exception in the forward
+    that finds the targets (1), or in the method's own (2).
     """
     model, x = busy(method)
     calls = failing = 0

@@ -78,8 +78,8 @@ def test_insertion_by_hand() -> None:
 
 
 def test_blur_by_hand() -> None:
-    """A loop applies a Gaussian of 11 x 7 pixels (the image has 7 rows), with a reflected
-    border.
+    """A loop applies a Gaussian of 11 x 7 pixels (the image has 7 rows),
+    with a reflected border.
     """
     image = IMAGES[:1, :1]
     kernels = []

@@ -1,5 +1,5 @@
-"""Inputs and results of faithfulness(), whose values are those of the functions of plain
-tensors.
+"""Inputs and results of faithfulness(),
+whose values are those of the functions of plain tensors.
 """
 
 import json
@@ -110,8 +110,8 @@ def test_every_variable_is_described() -> None:
 
 
 def test_results_of_saliency_as_input() -> None:
-    """Maps may be of one method or several, in any order of dimensions; targets are those of the
-    maps.
+    """Maps may be of one method or several,
+    in any order of dimensions; targets are those of the maps.
     """
     model = Linear()
     maps = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"])

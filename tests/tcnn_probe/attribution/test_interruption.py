@@ -1,5 +1,5 @@
-"""Ctrl-C where a method enters or leaves a context manager or a mode must leave no mode and no hook
-behind.
+"""Ctrl-C where a method enters or leaves a context manager
+or a mode must leave no mode and no hook behind.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ Place = tuple[str, str, int]
 
 
 class Interruption:
-    """Trace function that notes where context managers are called, and raises KeyboardInterrupt at
-    one such place.
+    """Trace function that notes where context managers are called,
+    and raises KeyboardInterrupt at one such place.
     """
 
     def __init__(self, place: Place | None = None) -> None:

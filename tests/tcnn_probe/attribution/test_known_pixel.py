@@ -1,5 +1,5 @@
-"""The saliency of a model that attends to one known pixel peaks there, for each method with a
-grid.
+"""The saliency of a model that attends to one known pixel peaks there,
+for each method with a grid.
 """
 
 import itertools

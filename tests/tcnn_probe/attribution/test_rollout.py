@@ -88,8 +88,8 @@ def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Towers(nn.Module):
-    """Two transformers side by side, "a" and "b", with a function from these and images to
-    scores.
+    """Two transformers side by side, "a" and "b",
+    with a function from these and images to scores.
     """
 
     def __init__(self, scores: Callable[..., Tensor]) -> None:
@@ -108,8 +108,8 @@ def without_gradients(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
 
 
 def from_a_trunk(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
-    """Return the scores of ``a``, from whose first block a block of ``b`` branches off, with an
-    unused result.
+    """Return the scores of ``a``, from whose first block a block
+    of ``b`` branches off, with an unused result.
     """
     tokens = a.blocks[0](a._pos_embed(a.patch_embed(x)))
     b.blocks[1](tokens)

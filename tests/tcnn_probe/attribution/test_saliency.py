@@ -1,5 +1,5 @@
-"""Inputs and results of saliency(): labels, targets, batches, several methods, a user's own method,
-errors.
+"""Inputs and results of saliency(): labels, targets,
+batches, several methods, a user's own method, errors.
 """
 
 import importlib
@@ -258,8 +258,8 @@ def test_bad_arguments_are_refused(
 
 
 def test_modules_do_not_hide_functions_of_the_same_name() -> None:
-    """An imported module replaces a function of its name in the package, unless the package has
-    imported it before.
+    """An imported module replaces a function of its name in the package,
+    unless the package has imported it before.
     """
     for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):

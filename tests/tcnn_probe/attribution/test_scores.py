@@ -1,5 +1,5 @@
-"""Scores of models with one output, with several labels, and without a head; maps that show
-nothing.
+"""Scores of models with one output, with several labels,
+and without a head; maps that show nothing.
 """
 
 from textwrap import dedent

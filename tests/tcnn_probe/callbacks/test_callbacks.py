@@ -1,5 +1,5 @@
-"""The real Trainer of Hugging Face and Lightning, for a few steps: each validation is a mark with
-the right numbers.
+"""The real Trainer of Hugging Face and Lightning,
+for a few steps: each validation is a mark with the right numbers.
 """
 
 from importlib import import_module
@@ -28,8 +28,8 @@ def data(count: int) -> TensorDataset:
 
 
 def classifier(metric: str) -> Any:
-    """Return a LightningModule that logs its loss, and keeps its entropies and losses at each
-    validation.
+    """Return a LightningModule that logs its loss,
+    and keeps its entropies and losses at each validation.
     """
     pl = need("lightning.pytorch")
 
@@ -258,8 +258,8 @@ def test_training_without_a_validation_is_told(trainer: str) -> None:
 def test_lightning_records_every_validation_of_an_epoch(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is
-    left out.
+    """Two validations an epoch are marked by their steps,
+    with the loss of each; a failing mark is left out.
     """
     need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback

@@ -133,8 +133,8 @@ def test_a_missing_watcher_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
 def test_rates_are_printed_and_recorded_as_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Steps of 8 images scale the weights' rate; the gates' is not scaled, and Adam moves them by
-    about it.
+    """Steps of 8 images scale the weights' rate;
+    the gates' is not scaled, and Adam moves them by about it.
     """
     rates = {"lr": 1e-3, "qk_lr": 1e-2, "gating_lr": 0.1, "paper_batch": 1024}
     settings = _config(tmp_path, reparameterize_at=0, warmup_epochs=0, epochs=1, **rates)

@@ -1,5 +1,5 @@
-"""Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew, and
-then compared.
+"""Fine-tuning runs that are killed at any moment, resumed,
+read meanwhile and recorded anew, and then compared.
 
     python -m tests.tcnn_probe.callbacks.training_soak --minutes 60
 
@@ -41,8 +41,8 @@ LAST_EPOCH = 3
 
 
 def settings_of(kind: str, out: Path) -> Config:
-    """Return the settings of a run of four epochs of three steps each, with a checkpoint after each
-    step.
+    """Return the settings of a run of four epochs of three steps each,
+    with a checkpoint after each step.
     """
     return Config(
         model="resnet18",

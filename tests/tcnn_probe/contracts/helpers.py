@@ -1,5 +1,5 @@
-"""Small vision transformer, its attention written out in float64, and everything that a recorder
-could leave behind.
+"""Small vision transformer, its attention written out in float64,
+and everything that a recorder could leave behind.
 """
 
 import multiprocessing
@@ -32,8 +32,8 @@ __all__ = [
 
 
 def fresh_processes(count: int) -> Pool:
-    """Return a pool of processes that have imported torch and this package, once for all, and done
-    nothing else.
+    """Return a pool of processes that have imported torch and this package,
+    once for all, and done nothing else.
     """
     # gloo looks up an interface by the host's name, which may not resolve.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -43,8 +43,8 @@ def fresh_processes(count: int) -> Pool:
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """Return two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between
-    the heads.
+    """Return two blocks of 3 heads on 1 + 5 x 7 tokens,
+    with peaked attention that differs between the heads.
     """
     torch.manual_seed(seed)
     model = VisionTransformer(
@@ -71,8 +71,8 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
-    """Return entropies (B, heads) of a layer for its input (B, N, C), as means over queries, in
-    float64.
+    """Return entropies (B, heads) of a layer for its input (B, N, C),
+    as means over queries, in float64.
     """
     weight = attention.qkv.weight.detach().double()
     bias = attention.qkv.bias.detach().double()
@@ -86,8 +86,8 @@ def entropy(attention: Attention, tokens: Tensor) -> Tensor:
 
 
 def entropies(model: nn.Module, x: Tensor) -> Tensor:
-    """Return entropies (layers, heads) as means over images and queries, for the inputs of the
-    layers in a forward.
+    """Return entropies (layers, heads) as means over images and queries,
+    for the inputs of the layers in a forward.
     """
     layer_entropies: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
@@ -113,8 +113,8 @@ def check_entropies(
     mark: int = -1,
     images: int | None = None,
 ) -> None:
-    """Check a mark's images and entropies (layers, heads), up to the rounding of logits of at most
-    10 in float32.
+    """Check a mark's images and entropies (layers, heads),
+    up to the rounding of logits of at most 10 in float32.
     """
     ds = recorder.dataset.isel(epoch=mark)
     torch.testing.assert_close(torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6)
@@ -135,8 +135,8 @@ _PLAIN = (dict, set, list, tuple)  # torch.export creates these anew
 
 
 class Trace:
-    """Everything in a model and in torch that a recorder could leave changed, with objects by
-    identity.
+    """Everything in a model and in torch that a recorder could leave changed,
+    with objects by identity.
     """
 
     def __init__(self, model: nn.Module) -> None:

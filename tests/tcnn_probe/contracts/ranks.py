@@ -67,8 +67,8 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 
 def values(rank: int, folder: Path) -> None:
-    """Check that sums over the ranks' images equal those of one process, and that layers have the
-    model's names.
+    """Check that sums over the ranks' images equal those of one process,
+    and that layers have the model's names.
     """
     # The second epoch has other images, and must not include sums of the first one.
     x = images(5)
@@ -273,8 +273,8 @@ def uneven(rank: int, folder: Path) -> None:
 
 
 def tensor_parallel(rank: int, folder: Path) -> None:
-    """Heads that ranks share are refused, with the reason; the images of other layers count
-    once.
+    """Heads that ranks share are refused, with the reason;
+    the images of other layers count once.
     """
     x = images(3)
     expected = entropies(vit(), x)

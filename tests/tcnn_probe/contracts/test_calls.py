@@ -54,8 +54,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
 
 
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
-    """A recorder removed during a forward records nothing of it; one attached during a forward
-    starts with the next.
+    """A recorder removed during a forward records nothing of it;
+    one attached during a forward starts with the next.
     """
     model = vit()
     before = Trace(model)
@@ -96,8 +96,8 @@ def forward_alone(model: nn.Module, x: Tensor) -> None:
 
 
 def embedding_before(model: nn.Module, x: Tensor) -> None:
-    """Call parts without attention beside the model, as for a target or a head on other
-    features.
+    """Call parts without attention beside the model,
+    as for a target or a head on other features.
     """
     model.patch_embed(x)
     model(x)
@@ -142,8 +142,8 @@ BY_PARTS = [
 def test_calls_of_parts_are_one_forward(
     call: Callable[[nn.Module, Tensor], None], inside: bool
 ) -> None:
-    """Numbers, maps and hashes of images equal those of calls of the whole model, also with every=
-    and max_images=.
+    """Numbers, maps and hashes of images equal those of calls
+    of the whole model, also with every= and max_images=.
     """
     model, batches = vit(), images(11).split(2)
     options: dict[str, Any] = {"every": 2, "max_images": 5, "images": [0, 4]}
@@ -228,8 +228,8 @@ TOKENS = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0))
 
 
 def test_layer_called_twice_in_a_forward_counts_twice() -> None:
-    """The mean is over both calls, and ``images`` is twice as many. A shared layer has its first
-    name.
+    """The mean is over both calls, and ``images`` is twice
+    as many. A shared layer has its first name.
     """
     model = Pair(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
     model.parts.again = model.parts.one

@@ -1,5 +1,5 @@
-"""torch.compile, before or after attaching: recorded forwards run eagerly, others as if there were
-no recorder.
+"""torch.compile, before or after attaching:
+recorded forwards run eagerly, others as if there were no recorder.
 """
 
 from collections.abc import Iterator
@@ -85,8 +85,8 @@ ACCEPTED = [case for case in GIVEN if not (HAS_COUNT and case[2] and case in HOO
 
 
 def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, int]:
-    """Train and evaluate, with a recorder if there is an order, and return how many graphs ran how
-    often.
+    """Train and evaluate, with a recorder if there is an order,
+    and return how many graphs ran how often.
     """
     torch._dynamo.reset()
     x, original, backend = images(), vit(), Counting()
@@ -191,8 +191,8 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_wrapper_of_a_class_of_torch_whose_hooks_are_compiled(fullgraph: bool) -> None:
-    """torch.compile traces the call of nn.Sequential with its hooks, which are in no graph of a
-    wrapper.
+    """torch.compile traces the call of nn.Sequential with its hooks,
+    which are in no graph of a wrapper.
     """
     model = nn.Sequential(Attention(), Attention())
     wrapper = torch.compile(model, backend=Counting(), fullgraph=fullgraph)

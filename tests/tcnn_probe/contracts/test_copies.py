@@ -1,5 +1,5 @@
-"""Copies of a recorded model work, record nothing and keep nothing of the recorder; memory does not
-grow.
+"""Copies of a recorded model work, record nothing
+and keep nothing of the recorder; memory does not grow.
 """
 
 import copy
@@ -142,8 +142,8 @@ def adapted(model: nn.Module) -> nn.Module:
 def test_wrappers_have_the_names_of_the_plain_model(
     wrap: Callable[[nn.Module], nn.Module], prefix: str
 ) -> None:
-    """Names with the wrapper's prefix select the same layers. peft calls ``forward``, not the
-    model.
+    """Names with the wrapper's prefix select the same layers. peft calls ``forward``,
+    not the model.
     """
     plain, x = vit(), images()
     model = wrap(plain).eval()
@@ -206,8 +206,8 @@ def test_memory_does_not_grow() -> None:
 
 @pytest.mark.study
 def test_no_reference_cycle_keeps_a_forward_or_the_model_alive() -> None:
-    """Activations are freed at the end of a forward without the garbage collector, and recorder and
-    model with it.
+    """Activations are freed at the end of a forward without the garbage collector,
+    and recorder and model with it.
     """
     model, x = vit(), images()
     with tcnn_probe.record(model) as recorder:

@@ -1,5 +1,5 @@
-"""An exception anywhere passes through and leaves nothing behind, and recording can continue after
-it is caught.
+"""An exception anywhere passes through and leaves nothing behind,
+and recording can continue after it is caught.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Models with higher-order operators, or that compile themselves, run as they do alone;
-flex_attention is recorded.
+"""Models with higher-order operators, or that compile themselves,
+run as they do alone; flex_attention is recorded.
 """
 
 from collections.abc import Callable

@@ -84,8 +84,8 @@ class Operations(TorchDispatchMode):
 
 
 def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]:
-    """Return the calls that a mode sees if it is entered around the forward, or in the middle of
-    it.
+    """Return the calls that a mode sees if it is entered around the forward,
+    or in the middle of it.
     """
     with contextlib.ExitStack() as stack:
         entered = mode()
@@ -257,8 +257,8 @@ def test_functional_call_is_recorded_as_a_forward() -> None:
     ids=["vit", "pit", "crossvit"],
 )
 def test_graphs_of_timm_are_those_without_a_recorder(name: str, options: dict[str, Any]) -> None:
-    """timm's own tests of torch.fx, forward and backward: models whose parts take lists and tuples,
-    too.
+    """timm's own tests of torch.fx, forward and backward:
+    models whose parts take lists and tuples, too.
     """
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
@@ -365,8 +365,8 @@ class Trunk(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_regions_that_accelerate_compiles() -> None:
-    """compile_regions compiles the blocks of a copy that shares its weights; the copy itself is not
-    compiled.
+    """compile_regions compiles the blocks of a copy that shares its weights;
+    the copy itself is not compiled.
     """
     utils = need("accelerate.utils")
     model = Trunk().eval()
@@ -382,8 +382,8 @@ def test_regions_that_accelerate_compiles() -> None:
 
 
 class Removing(TorchFunctionMode):
-    """Mode of the user below a recorder's modes, which removes the recorder in the first linear
-    layer.
+    """Mode of the user below a recorder's modes,
+    which removes the recorder in the first linear layer.
     """
 
     recorder: tcnn_probe.Recorder | None = None
@@ -397,8 +397,8 @@ class Removing(TorchFunctionMode):
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_a_recorder_removed_while_its_modes_handle_a_call_leaves_none() -> None:
-    """As when it is collected as garbage there: torch puts a mode back once it has handled a
-    call.
+    """As when it is collected as garbage there:
+    torch puts a mode back once it has handled a call.
     """
     model, mode = vit(), Removing()
     trace = Trace(model)

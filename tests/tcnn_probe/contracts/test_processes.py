@@ -23,8 +23,8 @@ def test_two_ranks_record_together(tmp_path: Path) -> None:
 
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
-    """Load a model; return whether new hooks are called, whether they are the only ones, and
-    whether others stayed.
+    """Load a model; return whether new hooks are called,
+    whether they are the only ones, and whether others stayed.
     """
     model = torch.load(file, weights_only=False)
     calls = list[int]()
@@ -44,8 +44,8 @@ def hooks_of(file: Path) -> tuple[bool, bool, bool]:
 def test_a_model_saved_while_recording_is_loaded_in_another_process(
     tmp_path: Path,
 ) -> None:
-    """A hook that is registered there first is called with the usual arguments, and is the only
-    one.
+    """A hook that is registered there first is called
+    with the usual arguments, and is the only one.
     """
     model = vit()
     with tcnn_probe.record(model):

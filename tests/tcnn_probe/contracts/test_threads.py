@@ -1,5 +1,5 @@
-"""Several threads run one model: one forward at a time is recorded, and nothing is left behind in
-any thread.
+"""Several threads run one model: one forward at a time is recorded,
+and nothing is left behind in any thread.
 """
 
 import _thread
@@ -48,8 +48,8 @@ def no_modes() -> bool:
 
 
 def test_three_threads_at_once() -> None:
-    """Two threads run the recorded model, and one another model; during a recorded forward others
-    are not recorded.
+    """Two threads run the recorded model, and one another model;
+    during a recorded forward others are not recorded.
     """
     model = vit()
     second = vit(seed=1)
@@ -128,8 +128,8 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_exceptions_for_which_torch_calls_no_hook(error: type[BaseException]) -> None:
-    """A forward that ends so is released by the next forward of any thread, or at the end of the
-    ``with``.
+    """A forward that ends so is released by the next forward of any thread,
+    or at the end of the ``with``.
     """
     model = vit()
     expected = entropies(model, images())
@@ -174,8 +174,8 @@ def test_recorder_removed_before_such_an_exception(finish: str) -> None:
 
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
-    """A forward that is running at a mark belongs to no epoch: its statistics and maps are not
-    split.
+    """A forward that is running at a mark belongs to no epoch:
+    its statistics and maps are not split.
     """
     model = vit()
     entered = threading.Event()
@@ -208,8 +208,8 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
 
 
 def test_hooks_that_another_thread_is_adding_or_removing() -> None:
-    """torch stores a hook and its request for keyword arguments separately: in between, it is
-    called without them.
+    """torch stores a hook and its request for keyword arguments separately:
+    in between, it is called without them.
     """
     model = vit()
     with tcnn_probe.record(model) as recorder:
@@ -235,8 +235,8 @@ def test_a_stream_in_one_thread_sees_no_forwards_of_others() -> None:
 
 
 def test_autograds_own_threads_inherit_the_hidden_depth() -> None:
-    """Gradients on a GPU are computed in threads that Python did not start, and that have no
-    context.
+    """Gradients on a GPU are computed in threads
+    that Python did not start, and that have no context.
     """
     depths = list[int]()
     done = threading.Event()

@@ -123,8 +123,8 @@ def test_each_sign_is_found(sign: str) -> None:
 
 
 def test_signs_that_a_pretrained_model_may_have_from_the_start() -> None:
-    """One-hot heads, logits of 50, and heads or tokens that are alike raise no alarm unless they
-    appear later.
+    """One-hot heads, logits of 50, and heads or tokens
+    that are alike raise no alarm unless they appear later.
     """
     ds = healthy()
     # These three signs are alarms at any time, the others only if they appear.
@@ -209,8 +209,8 @@ def test_default_recordings_show_the_signs_they_can() -> None:
 
 
 def test_entropy_quantile_from_a_histogram() -> None:
-    """Quantiles equal those of the entropies up to the width of a bin, also for empty bins and
-    missing heads.
+    """Quantiles equal those of the entropies up to the width of a bin,
+    also for empty bins and missing heads.
     """
     rng = np.random.default_rng(0)
     values = rng.beta(5, 2, (3, 2, 997))
@@ -245,8 +245,8 @@ def vit() -> Any:
 
 
 def record_illness(path: Path) -> None:
-    """Record three epochs, where the queries and keys of a block are scaled up from the second
-    on.
+    """Record three epochs, where the queries and keys
+    of a block are scaled up from the second on.
     """
     model = vit()
     x = torch.randn(5, 3, 32, 48)
@@ -329,8 +329,8 @@ def test_health_adds_its_probe_once() -> None:
     ],
 )
 def test_large_architectures_raise_no_alarm_at_initialisation(name: str) -> None:
-    """Limits were set on small networks; these have the widths, numbers of heads and depths of
-    common models.
+    """Limits were set on small networks; these have the widths,
+    numbers of heads and depths of common models.
     """
     torch.manual_seed(0)
     # Limits depend on width and depth, so images are small to save time.

@@ -12,8 +12,8 @@ NONE = ((0,), (1,))
 
 
 class Small(nn.Module):
-    """Classifier of images (B, C, H, W) into 5 classes: two convolutions with batch norm and
-    dropout.
+    """Classifier of images (B, C, H, W) into 5 classes:
+    two convolutions with batch norm and dropout.
     """
 
     def __init__(self, channels: int = 3, classes: int = 5, seed: int = 0) -> None:

@@ -193,8 +193,8 @@ def test_functions_arrays_and_any_gradient_mode(precision: str) -> None:
 
 
 def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
-    """The model is so confident that its gradient, without scaling, is below the smallest number of
-    float16.
+    """The model is so confident that its gradient,
+    without scaling, is below the smallest number of float16.
     """
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()

@@ -1,5 +1,5 @@
-"""corrupt(): types of images, random draws, severities and errors; corruptions/ tests the
-values.
+"""corrupt(): types of images, random draws,
+severities and errors; corruptions/ tests the values.
 """
 
 import random

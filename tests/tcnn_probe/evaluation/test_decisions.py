@@ -1,5 +1,5 @@
-"""Disagreement, McNemar's test and calibration error against loops over made results; runs joined
-along seeds.
+"""Disagreement, McNemar's test and calibration error against loops over made results;
+runs joined along seeds.
 """
 
 import math
@@ -24,8 +24,8 @@ CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 
 
 def make_results(run: int = 0) -> xr.Dataset:
-    """Return results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4
-    classes.
+    """Return results of 2 models, 3 corruptions,
+    2 severities, 1 seed, 2 attacks, 23 images and 4 classes.
     """
     random = np.random.default_rng(run)
     coords = {
@@ -169,8 +169,8 @@ def test_calibration_error_of_known_cases() -> None:
 
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
-    """Runs join along a dimension of their own or along the corruptions' seeds, and means are over
-    both.
+    """Runs join along a dimension of their own or along the corruptions' seeds,
+    and means are over both.
     """
     runs = [
         # Each run has its own seed, or three trainings have the same one.
@@ -224,8 +224,8 @@ def test_results_that_are_not_loaded() -> None:
 
 
 def test_a_model_that_saw_fewer_conditions() -> None:
-    """Merged results have NaN where a model has none, which is neither agreement nor
-    disagreement.
+    """Merged results have NaN where a model has none,
+    which is neither agreement nor disagreement.
     """
     ds = make_results()
     late = (

@@ -75,8 +75,8 @@ def test_interval_of_a_proportion_contains_what_exact_tests_do_not_reject(
 
 @pytest.mark.parametrize(("up", "down"), [(0, 0), (2, 0), (4, 3)])
 def test_interval_of_a_difference_of_paired_proportions(up: int, down: int) -> None:
-    """The interval is that of Bonett and Price (2012) with two more discordant pairs, and with the
-    t quantile.
+    """The interval is that of Bonett and Price (2012)
+    with two more discordant pairs, and with the t quantile.
     """
     count = 31
     values = np.repeat([1.0, -1.0, 0.0], [up, down, count - up - down])
@@ -91,8 +91,8 @@ def test_interval_of_a_difference_of_paired_proportions(up: int, down: int) -> N
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_interval_is_corrected_for_skewness(symmetric: bool) -> None:
-    """Hall (1992): the bound is the mean at which his cubic of W = (mean - mu) / s equals a t
-    quantile over sqrt(n).
+    """Hall (1992): the bound is the mean at which his cubic
+    of W = (mean - mu) / s equals a t quantile over sqrt(n).
     """
     values = np.random.default_rng(2).exponential(size=13)
     if symmetric:
@@ -186,8 +186,8 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
 def test_intervals_have_their_nominal_coverage(
     draw: Callable[[np.random.Generator, int], np.ndarray], count: int, truth: float
 ) -> None:
-    """Sizes are those of the studies. A percentile bootstrap covered 0.39 of the first case, and
-    0.84 of the second.
+    """Sizes are those of the studies. A percentile bootstrap covered 0.39 of the first case,
+    and 0.84 of the second.
     """
     random = np.random.default_rng(count)
     dims = ("image",) if draw is not of_seeds else ("seed", "image")

@@ -12,8 +12,8 @@ from tests.tcnn_probe.contracts.helpers import Trace
 
 
 class Wide(nn.Module):
-    """Model from 3 x 4 x 4 values to 1,000, which are rectified, to 2; at its peak it holds 2,000
-    values.
+    """Model from 3 x 4 x 4 values to 1,000,
+    which are rectified, to 2; at its peak it holds 2,000 values.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""ImageNet-C from disk, in small: every decision against a loop over files, and the comparison of
-models.
+"""ImageNet-C from disk, in small: every decision against a loop over files,
+and the comparison of models.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ EXTRA = "n01440764/ILSVRC2012_val_00000007.JPEG"  # of a class that precedes the
 
 
 def level(file: str, corruption: str, severity: int) -> int:
-    """Return the grey level of an image, a multiple of 10 that depends on its position, corruption
-    and severity.
+    """Return the grey level of an image, a multiple of 10
+    that depends on its position, corruption and severity.
     """
     place = FILES.index(file) if file in FILES else 9
     # 23 is a prime beyond all positions, so that another position, corruption or severity gives
@@ -43,8 +43,8 @@ def write(path: Path, grey: int, size: int) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Write two corruptions at five severities of six images in three classes, and seven clean
-    images in ``val``.
+    """Write two corruptions at five severities of six images in three classes,
+    and seven clean images in ``val``.
     """
     for corruption in CORRUPTIONS:
         for severity in range(1, 6):

@@ -120,8 +120,8 @@ def test_robustness_equals_a_loop() -> None:
 
 
 def test_predictions_and_confidences_equal_a_loop() -> None:
-    """The loop takes one image at a time, with the softmax in float64; scores are rounded to
-    float32 first.
+    """The loop takes one image at a time, with the softmax in float64;
+    scores are rounded to float32 first.
     """
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x = pixels(7).double()
@@ -188,8 +188,8 @@ def test_batch_size_does_not_matter() -> None:
 
 
 def test_seeds_are_independent_measurements() -> None:
-    """Results of a seed do not depend on the others, and conditions without randomness are measured
-    once.
+    """Results of a seed do not depend on the others,
+    and conditions without randomness are measured once.
     """
     x = pixels(31, size=(9, 11))
     y = labels(31)

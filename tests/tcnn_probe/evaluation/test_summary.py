@@ -106,8 +106,8 @@ def test_improvement_on_clean_and_attacked_images(
 def test_no_relative_improvement_over_a_baseline_that_is_never_right(
     results: xr.Dataset, right: int
 ) -> None:
-    """A baseline that is right twice in 23 may be right so rarely that any ratio is possible: it
-    has no interval.
+    """A baseline that is right twice in 23 may be right so rarely
+    that any ratio is possible: it has no interval.
     """
     few = (results.model != "cnn") | (results.image < right)
     rare = xr.Dataset({"clean_correct": (results.clean_correct | (results.image < 2)) & few})

@@ -1,5 +1,5 @@
-"""The parts of selectivity: an independent fit of the convolution, and corrections against many
-draws.
+"""The parts of selectivity: an independent fit of the convolution,
+and corrections against many draws.
 """
 
 import itertools
@@ -72,8 +72,8 @@ def fitted(mean: Array, index: NDArray[np.int64], seen: Array, rounds: int) -> A
 @pytest.mark.parametrize("hidden", [0.0, 0.3])
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_the_fit_equals_that_of_a_convex_solver(gain: float, hidden: float, prefix: int) -> None:
-    """Also with tokens off the grid, with keys that are hidden from some queries, and for peaked
-    attention.
+    """Also with tokens off the grid, with keys that are hidden from some queries,
+    and for peaked attention.
     """
     rng = np.random.default_rng(0)
     places = np.array([p or (np.nan, np.nan) for p in grid(3, 5, prefix=prefix)])
@@ -149,8 +149,8 @@ def images_and_queries() -> Array:
 def test_parts_do_not_depend_on_the_numbers_of_images_and_queries(
     images_and_queries: Array, images: int, sampled: int
 ) -> None:
-    """Without the corrections, from two images and seven queries, parts are off by 30 to 80 per
-    cent.
+    """Without the corrections, from two images and seven queries,
+    parts are off by 30 to 80 per cent.
     """
     expected = estimates(images_and_queries, QUERIES, IMAGES)
     assert (expected > 0.015).all()

@@ -1,5 +1,5 @@
-"""Types of recordings made by hand: labels, uncertainty, reasons for heads without a label, and the
-former rule.
+"""Types of recordings made by hand: labels, uncertainty,
+reasons for heads without a label, and the former rule.
 """
 
 import json
@@ -58,8 +58,8 @@ def recording(parts: Any, halves: Any = 0.0, images: int = IMAGES) -> xr.Dataset
 
 
 def of_marks() -> xr.Dataset:
-    """Return three marks of six heads, of which the last one changes, and of a layer that lacks the
-    last head.
+    """Return three marks of six heads, of which the last one changes,
+    and of a layer that lacks the last head.
     """
     marks = [
         [*list(HEADS.values())[:5], HEADS[last]] for last in ("mixed", "salient", "convolutional")
@@ -69,8 +69,8 @@ def of_marks() -> xr.Dataset:
 
 
 def test_attention_to_class_tokens_is_no_convolution() -> None:
-    """Three heads differ in what class tokens receive: little, so much that content is left, and
-    half.
+    """Three heads differ in what class tokens receive:
+    little, so much that content is left, and half.
     """
     ds = recording([[[(1.0, 0.0, 0.3, 0.4)] * 3]])
     assert (tcnn_probe.head_types(ds) == "convolutional").all()
@@ -258,8 +258,8 @@ def test_types_by_the_gate() -> None:
 
 
 def former() -> xr.Dataset:
-    """Return a recording of an earlier version, of a head of each former type, and of one without a
-    number.
+    """Return a recording of an earlier version,
+    of a head of each former type, and of one without a number.
     """
     heads = np.array(
         [

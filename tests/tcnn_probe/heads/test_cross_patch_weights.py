@@ -20,8 +20,8 @@ PLACES = list(product(range(H), range(W)))
 PAIRS = (H * W) ** 2
 OFFSETS = (2 * H - 1) * (2 * W - 1)
 DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
-"""Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a
-part of T.
+"""Standard deviation of 1 - W / T of random numbers:
+chi-squares of n - g and n - 1 degrees, W a part of T.
 """
 
 
@@ -115,8 +115,8 @@ def test_types_are_those_of_attention_heads() -> None:
 
 
 def test_matrix_of_mlp_mixer_is_the_product() -> None:
-    """The matrix equals the effect of the block on a single patch, with an identity in place of the
-    GELU.
+    """The matrix equals the effect of the block on a single patch,
+    with an identity in place of the GELU.
     """
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
@@ -144,8 +144,8 @@ def equivariance(pattern: np.ndarray, prefix: int) -> float:
 
 @pytest.mark.parametrize("kind", ["swin", "beit"])
 def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
-    """The bias is that of a Swin and a BEiT of one layer with queries of 0; in reverse or random
-    order, it is not.
+    """The bias is that of a Swin and a BEiT of one layer with queries of 0;
+    in reverse or random order, it is not.
 
     The recorded attention is not quite convolutional: at the border there are fewer keys.
     """

@@ -23,8 +23,8 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
 
 @pytest.mark.study
 def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
-    """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values, and then other
-    parameters.
+    """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values,
+    and then other parameters.
     """
     torch.manual_seed(0)
     cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
@@ -67,8 +67,8 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
 def test_convolutions_are_convolutional(
     kernel: int, size: tuple[int, int], strength: float
 ) -> None:
-    """Layers have the papers' initial values, where content has a quarter of the weight, or are
-    convolutions.
+    """Layers have the papers' initial values,
+    where content has a quarter of the weight, or are convolutions.
 
     Taps of 7 x 7 on 7 x 7 pixels attend up to 4.2 pixels away, and uniform attention 5.5 on
     average.
@@ -83,8 +83,8 @@ def test_convolutions_are_convolutional(
 
 
 class Four(nn.Module):
-    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and
-    to the middle.
+    """Four heads on (B, 4, H, W) that attend to neighbours,
+    uniformly, to the brightest pixels, and to the middle.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ def test_types_by_parts_at_and_beside_every_limit() -> None:
 
 
 def around(*limits: float) -> list[float]:
-    """Return the floats just below and above each limit, and the limit: only they reveal a wrong
-    comparison.
+    """Return the floats just below and above each limit,
+    and the limit: only they reveal a wrong comparison.
     """
     return [np.nextafter(limit, towards) for limit in limits for towards in (0, limit, 2)]
 

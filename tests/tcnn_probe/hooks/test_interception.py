@@ -1,5 +1,5 @@
-"""Descriptions of calls of torch functions: a computation from the description gives torch's
-output.
+"""Descriptions of calls of torch functions:
+a computation from the description gives torch's output.
 """
 
 from collections.abc import Callable, Sequence
@@ -225,8 +225,8 @@ def test_operands_that_all_images_share() -> None:
 
 
 def test_the_last_answers_replace_the_output_for_all_observers() -> None:
-    """One mode serves both; each head belongs to the last edit that names it, whichever observer
-    joined last.
+    """One mode serves both; each head belongs to the last edit that names it,
+    whichever observer joined last.
     """
     edits: list[list[HeadEdit]] = []
 

@@ -1,5 +1,5 @@
-"""Modes that are entered and left in any order, and calls that are not on the user's own
-numbers.
+"""Modes that are entered and left in any order,
+and calls that are not on the user's own numbers.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What each private name of torch does for this package: torch may move or change them in any
-release.
+"""What each private name of torch does for this package:
+torch may move or change them in any release.
 """
 
 import ast
@@ -187,8 +187,8 @@ def compiled_modules() -> None:
 
 
 def skipped_frames() -> None:
-    """A frame that is skipped with its callees leaves only the function that called it to be
-    compiled.
+    """A frame that is skipped with its callees leaves only the function
+    that called it to be compiled.
     """
     compiled: list[str] = []
 

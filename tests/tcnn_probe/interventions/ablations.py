@@ -1,5 +1,5 @@
-"""Ablations of every mode on a chain of GPSA layers and on a ViT, and all state that an ablation
-could change.
+"""Ablations of every mode on a chain of GPSA layers and on a ViT,
+and all state that an ablation could change.
 """
 
 from typing import Any

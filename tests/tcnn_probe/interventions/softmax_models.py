@@ -1,5 +1,5 @@
-"""Small models of every kind of softmax attention, with peaked attention, and the inputs of their
-layers.
+"""Small models of every kind of softmax attention,
+with peaked attention, and the inputs of their layers.
 """
 
 from collections.abc import Callable
@@ -61,8 +61,8 @@ class Torch(nn.Module):
 
 
 def sharp(model: nn.Module) -> nn.Module:
-    """Set weights for attention that differs between heads, biases that are not zero, and branches
-    with an effect.
+    """Set weights for attention that differs between heads,
+    biases that are not zero, and branches with an effect.
     """
     torch.manual_seed(5)
     with torch.no_grad():
@@ -133,8 +133,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
 
 
 def wide(model: nn.Module) -> nn.Module:
-    """Convert a model to float64, with ConViT's offsets, which older versions of timm compute in
-    float32.
+    """Convert a model to float64, with ConViT's offsets,
+    which older versions of timm compute in float32.
     """
     for layer in model.double().modules():
         if isinstance(layer, GPSA):

@@ -1,5 +1,5 @@
-"""Ablated models in several threads: outputs are the same as in one thread, and every model is
-restored.
+"""Ablated models in several threads: outputs are the same as in one thread,
+and every model is restored.
 """
 
 import os
@@ -153,8 +153,8 @@ def test_a_thread_in_the_middle_of_a_forward_when_an_ablation_ends(
 
 
 def test_hooks_of_an_ended_thread_are_removed_at_the_next_call() -> None:
-    """The forward runs when the ablation ends, and then ends by an exception for which torch calls
-    no hook.
+    """The forward runs when the ablation ends,
+    and then ends by an exception for which torch calls no hook.
     """
     model = Both()
     inside = threading.Event()
@@ -197,8 +197,8 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 @pytest.mark.study
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models run in three threads, for 50 forwards, or as many as TCNN_PROBE_FORWARDS
-    says.
+    """Three models run in three threads, for 50 forwards,
+    or as many as TCNN_PROBE_FORWARDS says.
     """
     forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
     sys.setswitchinterval(1e-4)  # threads switch often enough

@@ -1,5 +1,5 @@
-"""An ablation leaves nothing behind in the model or in copies of it, and raises an error if it had
-no effect.
+"""An ablation leaves nothing behind in the model or in copies of it,
+and raises an error if it had no effect.
 """
 
 import copy
@@ -40,8 +40,8 @@ class Stop(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.parametrize("case", CASES)
 def test_ablation_leaves_no_trace(case: str) -> None:
-    """This holds also after exceptions in a forward or in the body; while it acts, there are only
-    its hooks.
+    """This holds also after exceptions in a forward or in the body;
+    while it acts, there are only its hooks.
     """
     make, make_images, options = CASES[case]
     model = make()
@@ -179,8 +179,8 @@ def test_an_ablation_without_effect_is_an_error() -> None:
 
 @torch.no_grad()
 def test_ablation_without_a_with_statement() -> None:
-    """An ablation acts from the call until it is removed; a ``with`` statement ends it, and may
-    start it again.
+    """An ablation acts from the call until it is removed;
+    a ``with`` statement ends it, and may start it again.
     """
     model = Chain()
     x = chain_images()

@@ -1,5 +1,5 @@
-"""Attention taken from other images: its results by hand in float64, and what it must leave
-unchanged.
+"""Attention taken from other images: its results by hand in float64,
+and what it must leave unchanged.
 """
 
 import copy
@@ -46,8 +46,8 @@ class LayerCall:
 
 
 def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
-    """Replace the attention of HEADS, axis -3 of attention (images, ...), by that of the
-    sources.
+    """Replace the attention of HEADS, axis -3 of attention (images, ...),
+    by that of the sources.
     """
     exchanged = attention.clone()
     for image in range(len(attention)):
@@ -57,8 +57,8 @@ def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
 
 
 def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Return attention (rows, heads, N, N) and values (rows, heads, N, d) of a layer of ViT, Swin,
-    BEiT or torch.
+    """Return attention (rows, heads, N, N) and values (rows, heads, N, d) of a layer of ViT,
+    Swin, BEiT or torch.
     """
     tokens = call.args[0]
     heads = layer.num_heads
@@ -90,8 +90,8 @@ def close(
     projection: nn.Module,
     windows: int = 1,
 ) -> None:
-    """Assert that a layer's output is projection(weights @ values), up to the rounding of that
-    sum.
+    """Assert that a layer's output is projection(weights @ values),
+    up to the rounding of that sum.
     """
     weight = projection.weight.flatten(1)
     bias = projection.bias
@@ -111,8 +111,8 @@ def close(
     indirect=["fused"],
 )
 def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Each window gets the attention of its own reference, with bias and mask, in batches of any
-    size.
+    """Each window gets the attention of its own reference,
+    with bias and mask, in batches of any size.
     """
     make, shape, path, projection = MODELS[name]
     model = wide(make())
@@ -141,8 +141,8 @@ def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 def test_gated_attention_by_hand(mode: Any) -> None:
-    """The whole attention of Eq. (7) is exchanged; gates and positions are the same for all
-    images.
+    """The whole attention of Eq. (7) is exchanged;
+    gates and positions are the same for all images.
     """
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
@@ -180,8 +180,8 @@ def test_gated_attention_by_hand(mode: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.filterwarnings("ignore:no head is selected")
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
-    """Attention is shuffled by the identity, or static over one image; a recorder sees attention
-    before the edit.
+    """Attention is shuffled by the identity, or static over one image;
+    a recorder sees attention before the edit.
     """
     make, shape, layer, _ = MODELS[name]
     model = wide(make())
@@ -245,8 +245,8 @@ def test_positional_attention_is_not_changed(name: str, mode: Any) -> None:
 def test_given_attention_respects_the_gates_of_other_ablations(
     name: str, accelerated: bool
 ) -> None:
-    """A gate of 1 leaves no content to be exchanged; a gate of 0 leaves only the reference's
-    content.
+    """A gate of 1 leaves no content to be exchanged;
+    a gate of 0 leaves only the reference's content.
     """
     make, shape, path, _ = MODELS["convit"]
     model, x = (
@@ -301,8 +301,8 @@ def test_shuffling_is_a_random_cycle_through_the_references() -> None:
 
 
 def test_gradients_flow_through_the_values_only() -> None:
-    """The reference attention is a constant, so that queries and keys of exchanged heads get no
-    gradients.
+    """The reference attention is a constant,
+    so that queries and keys of exchanged heads get no gradients.
     """
     model = vit().double()
     x = vit_images(4).double()
@@ -400,8 +400,8 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_warns_if_an_image_gets_its_own_attention() -> None:
-    """Warn once per ablation, but not for new images, nor if the references' own order is
-    requested.
+    """Warn once per ablation, but not for new images,
+    nor if the references' own order is requested.
     """
     model = vit()
     references = torch.randn(5, 2, 20, 28)

@@ -95,8 +95,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks"])
 @pytest.mark.parametrize(("mode", "gate"), [("positional", math.inf), ("content", -math.inf)])
 def test_forced_gates_equal_the_equations(mode: str, gate: float, backend: str) -> None:
-    """Forced heads equal the computation by hand; if all heads are forced, nothing is left of the
-    other part.
+    """Forced heads equal the computation by hand;
+    if all heads are forced, nothing is left of the other part.
     """
     model = layer(backend=backend)
     x = images()
@@ -177,8 +177,8 @@ def test_zeroed_and_averaged_heads() -> None:
 
 @torch.no_grad()
 def test_mean_over_images() -> None:
-    """The mean is over any number of batches, each read once, and of heads as outer ablations leave
-    them.
+    """The mean is over any number of batches, each read once,
+    and of heads as outer ablations leave them.
     """
     model = nn.Sequential(layer())
     x = images()
@@ -226,8 +226,8 @@ def test_heads_replaced_by_those_of_another_layer() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_heads_replaced_by_themselves_change_nothing(same: bool) -> None:
-    """The layer's heads keep their own gates, so that nothing changes under forced gates,
-    either.
+    """The layer's heads keep their own gates,
+    so that nothing changes under forced gates, either.
     """
     model = Chain()
     x = torch.randn(2, 2, 7, 11)
@@ -249,8 +249,8 @@ def test_heads_replaced_by_themselves_change_nothing(same: bool) -> None:
 
 
 def test_gradients_are_those_of_the_ablated_model() -> None:
-    """Gradients of the input and of every parameter equal those with zeroed taps and fixed gates,
-    in float64.
+    """Gradients of the input and of every parameter equal those
+    with zeroed taps and fixed gates, in float64.
     """
     model = layer(dtype=torch.float64)
     x = images().double().requires_grad_()

@@ -1,5 +1,5 @@
-"""Costs of single heads: to first order against derivatives, and exact ones against one ablation
-after the other.
+"""Costs of single heads: to first order against derivatives,
+and exact ones against one ablation after the other.
 """
 
 from pathlib import Path

@@ -43,8 +43,8 @@ def mean_attention(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def offsets_of_grid(tokens: int, grid: tuple[int, int]) -> list[list[Any]]:
-    """The offset of each pair from its definition; a class or register token is itself an
-    offset.
+    """The offset of each pair from its definition;
+    a class or register token is itself an offset.
     """
     cells = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
     return [[*range(tokens), *((v - y, u - x) for v, u in cells)] for y, x in cells]

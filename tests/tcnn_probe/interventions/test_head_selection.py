@@ -1,5 +1,5 @@
-"""Selections of heads and what they mean, and selections that are refused before anything is
-changed.
+"""Selections of heads and what they mean,
+and selections that are refused before anything is changed.
 """
 
 from typing import Any
@@ -168,8 +168,8 @@ def test_all_layers_of_a_timm_model() -> None:
 
 
 class Own(nn.Module):
-    """Attention with 2 heads, for which neither its name nor its attributes show that it
-    attends.
+    """Attention with 2 heads, for which neither its name nor its attributes show
+    that it attends.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Rungs of the ladder on layers with a grid, against dense attention in float64 that is written out
-slowly.
+"""Rungs of the ladder on layers with a grid,
+against dense attention in float64 that is written out slowly.
 """
 
 from typing import Any
@@ -148,8 +148,8 @@ def check(actual: Tensor, expected: Tensor, size: Tensor, mode: str) -> None:
     indirect=["fused"],
 )
 def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Windows are shifted and masked in Swin; class tokens as queries keep their attention in ViT
-    and BEiT.
+    """Windows are shifted and masked in Swin;
+    class tokens as queries keep their attention in ViT and BEiT.
     """
     make, shape, path, projection = MODELS[name]
     model = wide(make())

@@ -26,8 +26,8 @@ def test_hooks_of_the_user_see_the_ablated_output() -> None:
 
 @torch.no_grad()
 def test_nested_ablations() -> None:
-    """The last ablation decides a head's output, independently of gates; ablations may end in any
-    order.
+    """The last ablation decides a head's output,
+    independently of gates; ablations may end in any order.
     """
     model = Chain()
     x = chain_images()
@@ -76,8 +76,8 @@ def test_nested_ablations() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("inside", [True, False], ids=["recorded inside", "ablated inside"])
 def test_ablated_models_are_recorded(inside: bool) -> None:
-    """Gates are recorded as ablated, and entropies of the attention that runs; additional forwards
-    are not recorded.
+    """Gates are recorded as ablated, and entropies of the attention that runs;
+    additional forwards are not recorded.
     """
     model = Chain()
     x = chain_images()

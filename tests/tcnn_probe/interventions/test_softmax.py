@@ -1,5 +1,5 @@
-"""Softmax attention of any kind: zeroed, averaged and replaced heads equal a computation by hand in
-float64.
+"""Softmax attention of any kind: zeroed,
+averaged and replaced heads equal a computation by hand in float64.
 """
 
 import copy
@@ -32,8 +32,8 @@ BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]
 
 
 def without(model: nn.Module, layer: str, projection: str, heads: list[int]) -> nn.Module:
-    """Return a copy in float64 whose projection ignores the channels of heads, as if they were
-    zeroed.
+    """Return a copy in float64 whose projection ignores the channels of heads,
+    as if they were zeroed.
     """
     twin = wide(copy.deepcopy(model))
     linear = twin.get_submodule(f"{layer}.{projection}")
@@ -170,8 +170,8 @@ def test_means_over_queries_or_images(over: str, fused: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["swin", "cait", "torch", "tokens first", "convit", "levit"])
 def test_means_of_layers_with_windows_and_others(name: str) -> None:
-    """A layer with every head averaged outputs its mean over images, or over the queries of a
-    window.
+    """A layer with every head averaged outputs its mean over images,
+    or over the queries of a window.
     """
     make, shape, layer, _ = MODELS[name]
     model = make()
@@ -202,8 +202,8 @@ def test_means_of_layers_with_windows_and_others(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 def test_heads_replaced_by_those_of_another_model(name: str, fused: bool) -> None:
-    """A model's own heads change nothing; those of another model equal the sum of two
-    projections.
+    """A model's own heads change nothing; those
+    of another model equal the sum of two projections.
     """
     make, shape, layer, projection = MODELS[name]
     model = wide(make())
@@ -303,8 +303,8 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
 
 
 class Twice(nn.Module):
-    """Model with two attentions in one call, of 2 and 3 heads, and then a softmax that does not
-    attend.
+    """Model with two attentions in one call,
+    of 2 and 3 heads, and then a softmax that does not attend.
     """
 
     num_heads = 2

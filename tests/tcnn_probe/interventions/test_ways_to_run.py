@@ -1,5 +1,5 @@
-"""Ways to run an ablated model: in low precision, in training, checkpointed, compiled, and with
-repeated calls.
+"""Ways to run an ablated model: in low precision,
+in training, checkpointed, compiled, and with repeated calls.
 """
 
 import copy

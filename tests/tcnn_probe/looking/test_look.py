@@ -375,8 +375,8 @@ def test_many_models_have_a_table_and_pages(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Here, and on a cluster, whose worker dies and is replaced; a model that fails leaves the
-    others alone.
+    """Here, and on a cluster, whose worker dies and is replaced;
+    a model that fails leaves the others alone.
     """
     monkeypatch.setenv("LOOK_MARKER", str(tmp_path / "marker"))
     names = [f"{__name__}:{name}" for name in ("build", "build_on_a_dying_worker", "nothing")]
@@ -415,8 +415,8 @@ def test_many_models_have_a_table_and_pages(
 def test_costs_are_those_of_the_function(
     looked: tuple[xr.DataTree, Path], photographs: Path, tmp_path: Path
 ) -> None:
-    """With 11 photographs all of them count; ImageNet's classes are known by the names of their
-    folders.
+    """With 11 photographs all of them count;
+    ImageNet's classes are known by the names of their folders.
     """
     tree, page = looked
     model = vit()

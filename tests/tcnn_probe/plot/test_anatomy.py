@@ -1,5 +1,5 @@
-"""Parts of heads as bars and bands, kernels as images, and heads against depth: what is drawn, and
-its legibility.
+"""Parts of heads as bars and bands, kernels as images,
+and heads against depth: what is drawn, and its legibility.
 """
 
 import math
@@ -27,8 +27,8 @@ HEADS = (5, 3, 7)  # of each layer
 
 
 def recorded(marks: int = 1, heads: tuple[int, ...] = HEADS) -> xr.Dataset:
-    """Return random parts of layers with different numbers of heads; some parts are slightly
-    negative.
+    """Return random parts of layers with different numbers of heads;
+    some parts are slightly negative.
     """
     rng = np.random.default_rng(0)
     dims = ("epoch", "layer", "head")
@@ -141,8 +141,8 @@ def test_bands_are_means_over_the_heads() -> None:
 
 
 def kernels(heads: tuple[int, ...] = HEADS, size: tuple[int, int] = (7, 11)) -> Any:
-    """Return random kernels; the second layer has a smaller grid, and a corner that no query
-    has.
+    """Return random kernels; the second layer has a smaller grid,
+    and a corner that no query has.
     """
     rng = np.random.default_rng(1)
     values = rng.random((len(heads), max(heads), *size))

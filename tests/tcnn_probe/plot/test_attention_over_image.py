@@ -1,5 +1,5 @@
-"""plot.attention_maps: each map is in its layer's row and its head's column, over the image, with
-the query boxed.
+"""plot.attention_maps: each map is in its layer's row and its head's column,
+over the image, with the query boxed.
 """
 
 import os
@@ -68,8 +68,8 @@ def drawn_titles(figure: plt.Figure) -> list[str]:
 
 
 def test_many_heads_are_wrapped_into_rows() -> None:
-    """25 heads have rows of 9, 9 and 7, on a page, with names where the panel above has another
-    head.
+    """25 heads have rows of 9, 9 and 7, on a page,
+    with names where the panel above has another head.
     """
     options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 1}
     model = timm.create_model("deit_tiny_patch16_224", **options, num_heads=25).eval()
@@ -132,8 +132,8 @@ def test_default_query(maps: xr.DataTree) -> None:
 
 
 def test_the_next_plot_has_its_own_figure(maps: xr.DataTree) -> None:
-    """Curves in README were once drawn over the last head's map; pyplot's titles belong to the
-    image.
+    """Curves in README were once drawn over the last head's map;
+    pyplot's titles belong to the image.
     """
     figure = tcnn_probe.plot.attention_maps(maps)
     assert plt.gca() is figure.axes[0]
@@ -166,8 +166,8 @@ for cell in sys.argv[2:]:
 
 @pytest.mark.study
 def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
-    """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's
-    value.
+    """The inline backend shows figures that a cell leaves open,
+    and IPython also shows the cell's value.
     """
     need("IPython")
     file = tmp_path / "maps.pickle"

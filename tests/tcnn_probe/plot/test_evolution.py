@@ -186,8 +186,8 @@ def test_the_package_exports_its_plots() -> None:
 
 
 def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
-    """Return three runs as ``tcnn_probe.open`` joins them; the last is shorter and lacks a layer
-    and two heads.
+    """Return three runs as ``tcnn_probe.open`` joins them;
+    the last is shorter and lacks a layer and two heads.
     """
     runs = [recorded(marks) + shift for shift in (0.0, 0.3, 0.5)]
     values = xr.concat(runs, xr.DataArray(["a", "b", "c"], dims="run", name="run"))

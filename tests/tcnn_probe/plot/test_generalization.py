@@ -13,8 +13,8 @@ from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 
 def measured(trainings: int) -> xr.Dataset:
-    """Return results of 3 models and the given number of trainings, on 23 images and on variants of
-    17 and 7.
+    """Return results of 3 models and the given number of trainings,
+    on 23 images and on variants of 17 and 7.
     """
     random = np.random.default_rng(0)
     right = random.random((trainings, 3, 23)) < np.array([0.5, 0.7, 0.9])[:, None]

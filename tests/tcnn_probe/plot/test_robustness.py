@@ -29,8 +29,8 @@ TIMM = [
 def measured(
     models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
 ) -> xr.Dataset:
-    """Return results like those of evaluation.robustness, with 5 severities, 2 seeds and 2
-    attacks.
+    """Return results like those of evaluation.robustness,
+    with 5 severities, 2 seeds and 2 attacks.
     """
     rng = np.random.default_rng(0)
     count = len(models)

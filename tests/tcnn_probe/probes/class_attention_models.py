@@ -17,8 +17,8 @@ CLASSES, LAYER = 11, "pool.block.attn"
 
 
 def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvNet:
-    """Return a model of 3 x 5 patches, with maps and scores that differ between classes and
-    images.
+    """Return a model of 3 x 5 patches, with maps
+    and scores that differ between classes and images.
     """
     model = PatchConvNet(24, 1, classes, **{"per_class": True, "init_values": 1.0} | options)
     # Initial queries give maps that are nearly uniform, and that would agree with those of any

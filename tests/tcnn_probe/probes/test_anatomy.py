@@ -90,8 +90,8 @@ def without_queries(model: nn.Module, *, bias: float = 0) -> nn.Module:
 
 
 def rotary() -> nn.Module:
-    """Return a transformer whose tokens are constant and whose positions are rotations of queries
-    and keys.
+    """Return a transformer whose tokens are constant
+    and whose positions are rotations of queries and keys.
     """
     model = timm.models.Eva(
         img_size=(40, 56), patch_size=8, embed_dim=24, depth=1, num_heads=3,
@@ -175,8 +175,8 @@ def test_random_attention_is_matching() -> None:
 
 
 def anatomy(weights: np.ndarray, places: tuple[Any, Any], seen: np.ndarray) -> Any:
-    """Return the parts by brute force from (B, windows, heads, queries, keys), each in loops over
-    its definition.
+    """Return the parts by brute force from (B, windows, heads, queries, keys),
+    each in loops over its definition.
     """
     count, windows, heads, queries, _ = weights.shape
     places = tuple(
@@ -208,8 +208,8 @@ def anatomy(weights: np.ndarray, places: tuple[Any, Any], seen: np.ndarray) -> A
 
 
 def shifted(windows: int) -> np.ndarray:
-    """Return which keys of 2 x 3 windows are visible on a grid of 8 x 15 that is rolled by (1,
-    1).
+    """Return which keys of 2 x 3 windows are visible on a grid
+    of 8 x 15 that is rolled by (1, 1).
     """
     # Rows and columns before the roll: a window at the seam holds cells of opposite sides of the
     # image.
@@ -236,8 +236,8 @@ class Grouped(nn.Module):
 @pytest.mark.study(but=["swin", "grouped"])
 @pytest.mark.parametrize("name", ["vit", "swin", "grouped"])
 def test_equals_brute_force(name: str) -> None:
-    """Registers, shifted windows that hide keys, grouped queries, and images of which two batches
-    are odd.
+    """Registers, shifted windows that hide keys,
+    grouped queries, and images of which two batches are odd.
     """
     make = {"vit": lambda: vit(reg_tokens=2), "swin": lambda: sharpen(swin(), 3)}
     model = make.get(name, Grouped)().double()
@@ -307,8 +307,8 @@ def test_masks_that_differ_between_images_are_named() -> None:
 
 
 class Unfused(nn.Module):
-    """Attention of three heads between 5 x 7 patches, with a function of their logits; and an
-    oracle of selectivity.
+    """Attention of three heads between 5 x 7 patches,
+    with a function of their logits; and an oracle of selectivity.
     """
 
     num_heads = 3
@@ -360,8 +360,8 @@ def test_keys_that_a_model_masks_itself_do_not_count(name: str) -> None:
 
 
 def test_kernels_are_those_of_the_convolutions() -> None:
-    """With relative biases only, the kernel is the exponential of the bias; GPSA has offsets beyond
-    the image.
+    """With relative biases only, the kernel is the exponential of the bias;
+    GPSA has offsets beyond the image.
     """
     layer = gpsa().eval()
     probes = [*tcnn_probe.DEFAULT, "offset-kernel"]

@@ -36,8 +36,8 @@ def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
 
 
 def check(ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any) -> None:
-    """Compare maps entry by entry; ``classes`` are the expected classes of all images, or None for
-    the best three.
+    """Compare maps entry by entry; ``classes`` are the expected classes of all images,
+    or None for the best three.
     """
     maps, scores = truth(copy.deepcopy(model), x)
     assert ds.attention_by_class.dims == ("image", "class", "y", "x")
@@ -129,8 +129,8 @@ def test_statistics_of_a_layer_with_a_token_per_class() -> None:
     "classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"]
 )
 def test_number_of_classes_may_equal_other_sizes(classes: int) -> None:
-    """A token per class is recognised by its pool, not by its number: there are 15 patches and 24
-    channels.
+    """A token per class is recognised by its pool,
+    not by its number: there are 15 patches and 24 channels.
     """
     model = network(classes)
     x = pictures(3)
@@ -189,8 +189,8 @@ def test_an_output_that_is_not_a_score_per_class(output: Any) -> None:
 
 
 def test_a_part_of_the_model_called_by_itself_has_no_best_classes() -> None:
-    """forward_head() gives features, from which best classes cannot be known; maps of named classes
-    are kept.
+    """forward_head() gives features, from which best classes cannot be known;
+    maps of named classes are kept.
     """
     model = network()
     x = pictures()

@@ -1,5 +1,5 @@
-"""Parts of the class token's row: its map, itself and other tokens, equal to brute force in float64
-up to 1e-5.
+"""Parts of the class token's row: its map,
+itself and other tokens, equal to brute force in float64 up to 1e-5.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.numerical
 
 @dataclass(frozen=True)
 class Row:
-    """Position of a class token among the queries and the keys, and the number of keys that lie on
-    no grid.
+    """Position of a class token among the queries and the keys,
+    and the number of keys that lie on no grid.
     """
 
     prefix: int
@@ -65,8 +65,8 @@ def with_latents(count: int, pool_type: str = "token") -> nn.Module:
 
 
 def unpadded() -> nn.Module:
-    """Return a model with 5 x 14 patches for 23 x 41 pixels, whose grid only the input of its pool
-    shows.
+    """Return a model with 5 x 14 patches for 23 x 41 pixels,
+    whose grid only the input of its pool shows.
     """
     return nn.Sequential(nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0))
 
@@ -215,8 +215,8 @@ def test_statistics_of_the_distillation_token() -> None:
 
 
 def test_a_users_distillation_token_is_recognised_and_a_latent_has_no_position() -> None:
-    """There are two tokens before the grid; the model has ``dist_token``, so the second one is for
-    distillation.
+    """There are two tokens before the grid;
+    the model has ``dist_token``, so the second one is for distillation.
     """
     model = peaked(transformer("vit_tiny_patch16_224", reg_tokens=1))
     pictures = torch.randn(5, 3, *SIZE)

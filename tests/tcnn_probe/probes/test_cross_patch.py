@@ -63,8 +63,8 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
 
 
 def test_threshold_is_not_rounded_to_half_precision() -> None:
-    """5 % of 1.0078125 is 0.0504, which bfloat16 would round to 0.0503, the value of the weights
-    below.
+    """5 % of 1.0078125 is 0.0504, which bfloat16 would round to 0.0503,
+    the value of the weights below.
     """
     model = mlp_model(ResBlock).to(torch.bfloat16)
     with torch.no_grad():

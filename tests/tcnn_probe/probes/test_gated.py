@@ -1,5 +1,5 @@
-"""Recorded statistics of gated layers, ours and timm's ConViT, against brute force on each layer's
-own input.
+"""Recorded statistics of gated layers, ours and timm's ConViT,
+against brute force on each layer's own input.
 """
 
 import copy
@@ -44,8 +44,8 @@ def record_epoch(model: nn.Module, x: Tensor, split: Sequence[int] = (7,)) -> xr
 def assert_layer(
     ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5
 ) -> None:
-    """Assert that the last epoch has the means over images of ``expected``, and NaN for heads that
-    the layer lacks.
+    """Assert that the last epoch has the means over images of ``expected``,
+    and NaN for heads that the layer lacks.
 
     Rounding of 1e-5 nat or pixel is that of float32 sums over some hundred pixels, with logits of
     up to about ten.
@@ -189,8 +189,8 @@ LAYERS = ["blocks.0.attn", "blocks.1.attn"]
 
 @torch.no_grad()
 def convit(side: int = 5) -> nn.Module:
-    """Return a ConViT of two GPSA blocks with 9 heads on side x side tokens, and one block with a
-    class token.
+    """Return a ConViT of two GPSA blocks with 9 heads on side x side tokens,
+    and one block with a class token.
     """
     # ConViT's initial heads form a square kernel, here of 9 heads.
     options = {
@@ -222,8 +222,8 @@ def tokens(side: int = 5) -> Tensor:
 
 
 def offsets(side: int) -> tuple[Tensor, Tensor]:
-    """Return offsets of keys from queries, (N, N) along y and x, for row-major tokens on a
-    square.
+    """Return offsets of keys from queries, (N, N) along y and x,
+    for row-major tokens on a square.
     """
     index = torch.arange(side * side)
     row = (index // side).double()
@@ -273,8 +273,8 @@ def test_convit_equals_brute_force_on_each_layers_input(side: int, dtype: torch.
 
 @torch.no_grad()
 def test_span_of_attention_that_grows_with_distance_is_missing() -> None:
-    """ConViT's strengths are free: a head's may become negative; its radius on the grid is still
-    that of its P.
+    """ConViT's strengths are free: a head's may become negative;
+    its radius on the grid is still that of its P.
     """
     model = convit()
     layer = model.get_submodule(LAYERS[0])

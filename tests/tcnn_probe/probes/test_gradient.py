@@ -32,8 +32,8 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 
 
 def of_linear(layer: Any, head: int) -> float:
-    """Return the sum of squares for one head: its rows of queries, keys and values, and columns of
-    the projection.
+    """Return the sum of squares for one head: its rows of queries,
+    keys and values, and columns of the projection.
     """
     # Layers have one matrix for queries, keys and values, one for each, or one for two of them.
     size = layer.proj.in_features // layer.num_heads
@@ -89,8 +89,8 @@ def of_gpsa(layer: GPSA, head: int) -> float:
 def compare(
     model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
 ) -> None:
-    """Compare three backward passes in two epochs; norms are root mean squares over those of an
-    epoch.
+    """Compare three backward passes in two epochs;
+    norms are root mean squares over those of an epoch.
     """
     # Factors differ in sign and size, as squares are averaged, and not gradients.
     weights = (1.0, -3.0)
@@ -181,8 +181,8 @@ def test_gradients_of_gpsa_layers() -> None:
 
 
 class Silence:
-    """Patch that zeroes all heads but one, so that parameters of the other heads get no gradient in
-    any layout.
+    """Patch that zeroes all heads but one, so that parameters
+    of the other heads get no gradient in any layout.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +311,8 @@ def test_gradients_in_any_dtype(dtype: torch.dtype, rtol: float) -> None:
 
 
 def test_accumulated_passes_count_separately_and_overflows_not_at_all() -> None:
-    """The second pass before a step adds to .grad, but is measured alone; after infinities a scaler
-    makes no step.
+    """The second pass before a step adds to .grad,
+    but is measured alone; after infinities a scaler makes no step.
     """
     model = Chain().train()
     x = torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
@@ -338,8 +338,8 @@ def test_ranks_are_averaged() -> None:
 
 @pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])
 def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
-    """LeViT interleaves queries, keys and values of each head, and NesT the heads in each
-    channel.
+    """LeViT interleaves queries, keys and values of each head,
+    and NesT the heads in each channel.
     """
     # Values are not needed, as only the layout is examined.
     with torch.device("meta"):
@@ -404,8 +404,8 @@ def test_an_epoch_of_training_only_can_be_marked_once_parameters_are_trained() -
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_gradients_and_attention_in_one_recording() -> None:
-    """Before the first training, gradients are NaN without a warning; without an evaluation, a mark
-    is refused.
+    """Before the first training, gradients are NaN without a warning;
+    without an evaluation, a mark is refused.
     """
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(2)

@@ -1,5 +1,5 @@
-"""Health probes compared with slow computations in float64, for models of three libraries and gated
-layers.
+"""Health probes compared with slow computations in float64,
+for models of three libraries and gated layers.
 
 Shares of sinks, diversity of queries, similarity of heads, histograms of entropies and largest
 logits are compared for every family of models in tests/tcnn_probe/attention, with the other numbers
@@ -42,8 +42,8 @@ HEALTH = [*tcnn_probe.DEFAULT, "health"]
 
 @dataclass
 class Call:
-    """Queries, keys and values of a layer, (B, heads, N, d), and the tokens that entered its block,
-    (B, N, C).
+    """Queries, keys and values of a layer, (B, heads, N, d),
+    and the tokens that entered its block, (B, N, C).
     """
 
     query: Tensor
@@ -286,8 +286,8 @@ def test_values_outputs_and_tokens(name: str) -> None:
 
 
 def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks in Swin's fused attention are per window, but outputs are over all windows of an
-    image.
+    """Sinks in Swin's fused attention are per window,
+    but outputs are over all windows of an image.
     """
     # 4 x 6 patches in windows of 2 x 2.
     windows, keys = 6, 4
@@ -365,8 +365,8 @@ def test_class_token_behind_the_patches() -> None:
 
 @pytest.mark.parametrize("kind", ["gpsa", "wide gpsa", "convit"])
 def test_gated_layers_by_their_content_part(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks of a padded GPSA layer and of ConViT come from the content part, outputs from the whole
-    attention.
+    """Sinks of a padded GPSA layer and of ConViT come from the content part,
+    outputs from the whole attention.
     """
     # The limit is more than any layer has, so that no query is left out.
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
@@ -421,8 +421,8 @@ def test_gated_layers_by_their_content_part(kind: str, monkeypatch: pytest.Monke
 
 
 def test_half_precision() -> None:
-    """Numbers of a bfloat16 model, summed in float32, are close to float64 sums of the same queries
-    and keys.
+    """Numbers of a bfloat16 model, summed in float32,
+    are close to float64 sums of the same queries and keys.
     """
     case = CASES["timm"]
     model = sharpen(case.make()).bfloat16()
@@ -470,8 +470,8 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_separate_softmax_records_no_values() -> None:
-    """A softmax called on its own records all numbers but those of values; a silent head's norm and
-    rank are 0.
+    """A softmax called on its own records all numbers but those of values;
+    a silent head's norm and rank are 0.
     """
     case = CASES["timm"]
     x = torch.randn(IMAGES, 3, 12, 20)

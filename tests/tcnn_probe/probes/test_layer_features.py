@@ -27,8 +27,8 @@ def tcnn() -> nn.Module:
 
 
 def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
-    """Return the layers' outputs in float32, as recorded, in the layer's own layout, (B, C, N) or
-    (B, N, C).
+    """Return the layers' outputs in float32, as recorded,
+    in the layer's own layout, (B, C, N) or (B, N, C).
     """
     arrays: dict[str, np.ndarray] = {}
     for name in names:

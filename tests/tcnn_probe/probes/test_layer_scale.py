@@ -1,5 +1,5 @@
-"""LayerScale's weights and the share of residual branches, compared with each block written out in
-float64.
+"""LayerScale's weights and the share of residual branches,
+compared with each block written out in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,8 +87,8 @@ def convnext(block: Any, x: Tensor) -> Pairs:
 def expected(
     model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str
 ) -> dict[str, np.ndarray]:
-    """Return, for each block, the mean over images of each branch's ratio, computed pixel by pixel
-    in float64.
+    """Return, for each block, the mean over images of each branch's ratio,
+    computed pixel by pixel in float64.
     """
     calls = inputs_in_float64(model, batch, lambda module: type(module).__name__ in classes)
     ratios = {}
@@ -216,8 +216,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Any, int, bool]] = {
 @pytest.mark.study(but=["windows"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_the_branches_of_other_blocks_add_up_to_their_outputs(family: str) -> None:
-    """The recorder raises an error if main and residual branches differ from the output of the
-    first image.
+    """The recorder raises an error if main and residual branches differ
+    from the output of the first image.
     """
     make, size, blocks, has_scale = OTHERS[family]
     torch.manual_seed(0)
@@ -269,8 +269,8 @@ def test_layer_scale_in_place() -> None:
     ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )
 def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
-    """The model's own rounding, 2^-9 or 2^-12 per operation, is the only error, as norms are taken
-    in float32.
+    """The model's own rounding, 2^-9 or 2^-12 per operation,
+    is the only error, as norms are taken in float32.
     """
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
     with torch.no_grad():
@@ -286,8 +286,8 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
 
 
 def test_branches_in_training_are_measured_before_stochastic_depth() -> None:
-    """Branches of CaiT, which calls one DropPath twice, are measured undropped, relative to what
-    they are added to.
+    """Branches of CaiT, which calls one DropPath twice,
+    are measured undropped, relative to what they are added to.
     """
     # The model has one block and drops half of the branches, so that eleven images contain both
     # cases.

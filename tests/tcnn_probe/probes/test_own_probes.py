@@ -127,8 +127,8 @@ def test_two_probes_may_want_the_same_submodules() -> None:
 
 
 def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
-    """Means are over the images that gave a variable; one that no layer had at the first mark is
-    dropped, and told.
+    """Means are over the images that gave a variable;
+    one that no layer had at the first mark is dropped, and told.
     """
     late: list[bool] = []
 
@@ -313,8 +313,8 @@ def test_unusable_probes_are_refused(probes: Any, message: str) -> None:
 
 
 def test_probe_without_a_layer_is_warned_about() -> None:
-    """A probe that finds no layer is warned about once; default probes of attention that the model
-    lacks are not.
+    """A probe that finds no layer is warned about once;
+    default probes of attention that the model lacks are not.
     """
     model = network()
     with tcnn_probe.record(model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]) as recorder:

@@ -1,5 +1,5 @@
-"""Attention between segments of tokens, compared pair by pair in float64 with segments written out
-in the tests.
+"""Attention between segments of tokens,
+compared pair by pair in float64 with segments written out in the tests.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,8 @@ def check(
     segments: Sequence[tuple[Sequence[str], Sequence[str]]],
     **options: Any,
 ) -> tcnn_probe.Recorder:
-    """Compare a recording of two uneven batches with brute force; segments are of each layer's
-    queries and keys.
+    """Compare a recording of two uneven batches with brute force;
+    segments are of each layer's queries and keys.
     """
     recorder = recorded(model, *x.split([3, 2]), probes="segments", **options)
     ds = recorder.tree["segments"].dataset.isel(epoch=0)
@@ -129,8 +129,8 @@ def test_windows() -> None:
 
 
 class Named(nn.Module):
-    """Attention of patches joined to three learned tokens, which are a parameter of the given
-    name.
+    """Attention of patches joined to three learned tokens,
+    which are a parameter of the given name.
     """
 
     def __init__(self, name: str) -> None:
@@ -185,8 +185,8 @@ def test_tokens_that_do_not_belong_to_the_image(cross: bool) -> None:
 
 
 def test_bfloat16_attention_between_segments() -> None:
-    """Shares in bfloat16 equal those of the same bfloat16 queries and keys, which the stream gives
-    in float32.
+    """Shares in bfloat16 equal those of the same bfloat16 queries and keys,
+    which the stream gives in float32.
     """
     torch.manual_seed(0)
     model = sharpen(timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT))
@@ -223,8 +223,8 @@ def test_bfloat16_attention_between_segments() -> None:
 def test_masked_queries_and_keys(
     form: str, kernel: bool, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries that see nothing are left out, on the path of the kernel and on that of the
-    blocks.
+    """Queries that see nothing are left out,
+    on the path of the kernel and on that of the blocks.
     """
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
@@ -248,8 +248,8 @@ def test_masked_queries_and_keys(
 
 
 def test_nan_stays_nan() -> None:
-    """An image of NaN has no shares, also if patches are the only keys, whose share is 1
-    otherwise.
+    """An image of NaN has no shares, also if patches are the only keys,
+    whose share is 1 otherwise.
     """
     x = torch.randn(2, 3, *SIDES)
     x[:] = torch.nan

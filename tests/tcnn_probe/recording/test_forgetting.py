@@ -1,5 +1,5 @@
-"""Warnings about forgotten marks, other images and second evaluations, and the representation of a
-recorder.
+"""Warnings about forgotten marks, other images and second evaluations,
+and the representation of a recorder.
 """
 
 import gc
@@ -109,8 +109,8 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
 
 
 def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) -> None:
-    """A run warns once, and a later run again; neither the split into batches nor changes of other
-    images matter.
+    """A run warns once, and a later run again;
+    neither the split into batches nor changes of other images matter.
     """
     model = vit()
     path = tmp_path / "run.zarr"
@@ -183,8 +183,8 @@ def test_a_dropped_recorder_leaves_no_hooks(tmp_path: Path) -> None:
 def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(
     tmp_path: Path,
 ) -> None:
-    """The garbage collector runs in whichever thread allocates memory, which may be the thread in
-    which zarr reads.
+    """The garbage collector runs in whichever thread allocates memory,
+    which may be the thread in which zarr reads.
     """
     model = vit()
     place = tmp_path / "run.zarr"

@@ -1,5 +1,5 @@
-"""A recording killed at any moment keeps every epoch that it announced, and the next recording
-continues from there.
+"""A recording killed at any moment keeps every epoch that it announced,
+and the next recording continues from there.
 """
 
 import time

@@ -52,8 +52,8 @@ def entropies_of(model: Skipping, x: Tensor) -> np.ndarray:
 @pytest.mark.study
 @pytest.mark.parametrize("place", ["memory", "directory", "resumed"])
 def test_layers_that_did_not_run_are_nan_with_the_reason(place: str, tmp_path: Path) -> None:
-    """Layers stand in the order in which they ran first; earlier marks have no values of them, nor
-    of their maps.
+    """Layers stand in the order in which they ran first;
+    earlier marks have no values of them, nor of their maps.
     """
     model, x = Skipping(), images()
     path = None if place == "memory" else tmp_path / "run.zarr"

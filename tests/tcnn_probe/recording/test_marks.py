@@ -1,5 +1,5 @@
-"""Arguments that mark() accepts: numbers of all kinds, epochs far apart or marked before, scalars
-that come and go.
+"""Arguments that mark() accepts: numbers of all kinds,
+epochs far apart or marked before, scalars that come and go.
 """
 
 from collections.abc import Iterator

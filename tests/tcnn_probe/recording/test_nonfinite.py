@@ -1,5 +1,5 @@
-"""Images that give NaN or infinities are left out, counted and warned about; the next epoch is
-clean.
+"""Images that give NaN or infinities are left out,
+counted and warned about; the next epoch is clean.
 """
 
 import warnings

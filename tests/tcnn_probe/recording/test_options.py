@@ -1,5 +1,5 @@
-"""Options that decide which forwards are measured: every=, max_images=, when=, layers=, images= and
-along=.
+"""Options that decide which forwards are measured:
+every=, max_images=, when=, layers=, images= and along=.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ from tests.tcnn_probe.contracts.helpers import (
 
 
 def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
-    """Each epoch's first forward and every n-th one after it are measured; forwards in the other
-    mode do not count.
+    """Each epoch's first forward and every n-th one after it are measured;
+    forwards in the other mode do not count.
     """
     model = vit()
     batches = [images(2, seed) for seed in range(5)]
@@ -65,8 +65,8 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
 
 
 def test_max_images_for_layers_that_see_different_numbers_of_images() -> None:
-    """A layer that is called twice reaches the limit earlier than the other one, even by a whole
-    forward.
+    """A layer that is called twice reaches the limit earlier than the other one,
+    even by a whole forward.
     """
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
@@ -134,8 +134,8 @@ def test_images_are_numbered_in_the_order_of_the_forwards(
 
 
 def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() -> None:
-    """The first mark fixes the size of the maps; it raises an error if there are none yet, and
-    loses nothing.
+    """The first mark fixes the size of the maps;
+    it raises an error if there are none yet, and loses nothing.
     """
     model = vit()
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
@@ -156,8 +156,8 @@ def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() ->
 @pytest.mark.filterwarnings("ignore:the images:RuntimeWarning")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_maps_of_another_size_than_in_the_first_epoch(tmp_path: Path, resumed: bool) -> None:
-    """Maps of another size are left out with a warning, also after resuming; the epoch's numbers
-    are kept.
+    """Maps of another size are left out with a warning,
+    also after resuming; the epoch's numbers are kept.
     """
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True

@@ -1,5 +1,5 @@
-"""Errors of record() and mark() name the expected and the given value, and a refused call changes
-nothing.
+"""Errors of record() and mark() name the expected and the given value,
+and a refused call changes nothing.
 """
 
 import copy
@@ -165,8 +165,8 @@ NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0
 
 @pytest.mark.parametrize("first", [True, False])
 def test_bad_arguments_of_mark_are_refused(first: bool, tmp_path: Path) -> None:
-    """A refused mark keeps the sums for another try; a refused first mark makes no store and fixes
-    no layers.
+    """A refused mark keeps the sums for another try;
+    a refused first mark makes no store and fixes no layers.
     """
     model = Branches()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
@@ -249,8 +249,8 @@ NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_mark_names_parts_that_were_called_and_copies() -> None:
-    """A copy is another model; a part that is compiled in place shows nothing but the calls of its
-    neighbours.
+    """A copy is another model; a part that is compiled
+    in place shows nothing but the calls of its neighbours.
     """
     model = vit()
     model.blocks.compile(backend="eager")

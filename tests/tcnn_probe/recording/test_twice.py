@@ -1,5 +1,5 @@
-"""A script that runs again continues, replaces or is refused, alone and with a checkpoint of the
-training.
+"""A script that runs again continues, replaces or is refused,
+alone and with a checkpoint of the training.
 """
 
 import copy
@@ -92,8 +92,8 @@ def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> No
 def test_a_training_that_continues_with_other_weights_is_warned_about(
     part: str, tmp_path: Path
 ) -> None:
-    """The warning comes before the first step; weights of the checkpoint and models of other shapes
-    cause none.
+    """The warning comes before the first step;
+    weights of the checkpoint and models of other shapes cause none.
     """
     model = vit()
     store = tmp_path / "run.zarr"
@@ -138,8 +138,8 @@ def test_weights_swapped_in_for_validation_cause_no_warning(tmp_path: Path) -> N
 @pytest.mark.study
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
 def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
-    """The recipe of docs/recording.md works for trainings stopped between marks or in a mark, or
-    begun anew.
+    """The recipe of docs/recording.md works
+    for trainings stopped between marks or in a mark, or begun anew.
     """
     checkpoint = tmp_path / "run.pth"
     store = tmp_path / "run.zarr"

@@ -26,8 +26,8 @@ def recording(
     seed: int = 0,
     grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
-    """Return a tree like that of ``tcnn_probe.open``, with random numbers by layer and head and
-    maps of two images.
+    """Return a tree like that of ``tcnn_probe.open``,
+    with random numbers by layer and head and maps of two images.
     """
     rng = np.random.default_rng(seed)
     heads = max(layers.values())

@@ -1,5 +1,5 @@
-"""A report in a browser without network access: its first view, and the reactions to clicks and
-keys.
+"""A report in a browser without network access:
+its first view, and the reactions to clicks and keys.
 """
 
 import io
@@ -44,8 +44,8 @@ EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Return runs of twelve layers of 3 to 9 heads; the second ends earlier, lacks some heads and
-    has no maps.
+    """Return runs of twelve layers of 3 to 9 heads;
+    the second ends earlier, lacks some heads and has no maps.
     """
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
@@ -161,8 +161,8 @@ def test_a_click_shows_the_numbers_of_its_head(browser: Any, runs: list[xr.DataT
 
 
 def test_colours_mean_the_same_at_every_epoch(browser: Any, runs: list[xr.DataTree]) -> None:
-    """Colours are ``(value - low) / (high - low)`` over all epochs and both runs; selecting a head
-    dims no others.
+    """Colours are ``(value - low) / (high - low)`` over all epochs and both runs;
+    selecting a head dims no others.
     """
     values = [run["heads"].entropy.values for run in runs]
     low, high = (f([f(array) for array in values]) for f in (np.nanmin, np.nanmax))

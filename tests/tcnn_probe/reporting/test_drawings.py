@@ -1,5 +1,5 @@
-"""Drawings of a report: bars as high as the parts, kernels the right way round, and text that the
-page colours.
+"""Drawings of a report: bars as high as the parts,
+kernels the right way round, and text that the page colours.
 """
 
 import base64
@@ -29,8 +29,8 @@ COLORS = {
 
 
 def anatomical(epochs: list[int]) -> xr.DataTree:
-    """Return a recording of layers of 3 and 5 heads with parts of attention, and with the kernel of
-    a head.
+    """Return a recording of layers of 3 and 5 heads with parts of attention,
+    and with the kernel of a head.
     """
     tree = recording({NAUGHTY: 3, "b": 5}, epochs)
     heads, rng = tree["heads"], np.random.default_rng(0)

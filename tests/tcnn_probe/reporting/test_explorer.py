@@ -1,5 +1,5 @@
-"""Attention maps in a browser: a click on the image, a head and a layer show the map of the
-arrays.
+"""Attention maps in a browser: a click on the image,
+a head and a layer show the map of the arrays.
 """
 
 import json
@@ -64,8 +64,8 @@ def dataset(layers: list[str], heads: int, variables: Mapping[str, tuple[int, ..
 
 @pytest.fixture(scope="module")
 def maps() -> xr.DataTree:
-    """Return two layers with maps of every query, one with a class token, and a third with queries
-    off the grid.
+    """Return two layers with maps of every query,
+    one with a class token, and a third with queries off the grid.
     """
     # The queries of the second layer are pooled to 1 x 5.
     first = dataset([NAUGHTY], 2, {"attention": (ROWS, COLUMNS), "class_attention": ()})

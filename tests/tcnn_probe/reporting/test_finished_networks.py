@@ -1,5 +1,5 @@
-"""The page of a finished network: its answers and signs, from numbers made for them, and in a
-browser.
+"""The page of a finished network: its answers and signs,
+from numbers made for them, and in a browser.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Panel of health findings with their places on the page, and the list of checks if nothing was
-found.
+"""Panel of health findings with their places on the page,
+and the list of checks if nothing was found.
 """
 
 import html

@@ -1,5 +1,5 @@
-"""Content of a report's file: the recording's numbers and maps, names as text, and nothing from
-other addresses.
+"""Content of a report's file: the recording's numbers and maps,
+names as text, and nothing from other addresses.
 """
 
 import html
@@ -36,8 +36,8 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and
-    a layer more.
+    """Return runs of layers of 3 and 9 heads, one named by markup;
+    the second has other epochs and a layer more.
     """
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
     # Only one head has a NaN, which must stay in its place and not shift the numbers after it.

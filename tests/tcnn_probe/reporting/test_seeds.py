@@ -1,5 +1,5 @@
-"""Recordings of different seeds as one run: means, ranges and types, computed one number at a
-time.
+"""Recordings of different seeds as one run: means,
+ranges and types, computed one number at a time.
 """
 
 import html
@@ -21,8 +21,8 @@ LAYERS = ({"a": 3, "b": 5}, {"a": 3, "b": 5}, {"a": 3, "c": 2})
 
 
 def seeds() -> list[xr.DataTree]:
-    """Return three recordings: none has all epochs, the last has another layer, and only the second
-    has maps.
+    """Return three recordings: none has all epochs,
+    the last has another layer, and only the second has maps.
     """
     return [
         recording(layers, epochs, seed=seed, grid=(3, 5) if seed == 1 else None)

@@ -12,8 +12,8 @@ from tcnn_probe.representation import LinearCKA, layer_cka, linear_cka
 
 
 def hsic(x: np.ndarray, y: np.ndarray) -> float:
-    """Compute the U-statistic itself: the mean of its kernel over all ordered quadruples of
-    different images.
+    """Compute the U-statistic itself: the mean
+    of its kernel over all ordered quadruples of different images.
     """
     n = len(x)
     gram_x = x @ x.T

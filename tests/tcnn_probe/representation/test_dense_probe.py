@@ -13,8 +13,8 @@ CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
 def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return feature maps and masks of three classes; most pixels of a cell have the class that the
-    features encode.
+    """Return feature maps and masks of three classes;
+    most pixels of a cell have the class that the features encode.
     """
     rng = np.random.default_rng(seed)
     shown = rng.choice([0, 4, 7], (images, *GRID))
@@ -56,8 +56,8 @@ def test_dense_probe_is_a_classifier_of_pixels() -> None:
 
 
 def test_masks_unrelated_to_the_features_are_at_chance() -> None:
-    """At chance, a class of share p predicted for a share q of the pixels has the IoU pq / (p + q -
-    pq) <= p.
+    """At chance, a class of share p predicted for a share q
+    of the pixels has the IoU pq / (p + q - pq) <= p.
     """
     features, masks = make_features(40, 0)
     train, known = make_features(40, 1)

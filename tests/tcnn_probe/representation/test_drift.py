@@ -52,8 +52,8 @@ def test_drift_equals_its_definition() -> None:
 
 
 def test_squared_drift_is_the_loss_of_dinov3() -> None:
-    """DINOv3's code computes a mean squared difference, by its configuration within images with
-    negative cosines.
+    """DINOv3's code computes a mean squared difference,
+    by its configuration within images with negative cosines.
     """
     x = torch.from_numpy(patches(2, 13, 5))
     noise = torch.from_numpy(patches(2, 13, 5, seed=2))
@@ -102,8 +102,8 @@ def test_zero_patches_and_opposite_cosines() -> None:
 
 
 def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
-    """Return features of a small ViT by epoch, both as recorded and as its last block returns
-    them.
+    """Return features of a small ViT by epoch,
+    both as recorded and as its last block returns them.
     """
     torch.manual_seed(0)
     model = timm.create_model(

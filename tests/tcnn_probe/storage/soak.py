@@ -1,5 +1,5 @@
-"""Random operations on recordings, in processes that are killed at any moment; every value is
-checked after each.
+"""Random operations on recordings, in processes that are killed at any moment;
+every value is checked after each.
 
     python -m tests.tcnn_probe.storage.soak --minutes 60
 
@@ -40,8 +40,8 @@ Tell = Callable[[int], object]
 
 
 class Child:
-    """A forked process that does some work and sends numbers; the parent process has not opened a
-    store.
+    """A forked process that does some work and sends numbers;
+    the parent process has not opened a store.
     """
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -71,8 +71,8 @@ class Child:
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:
-        """Return the remaining numbers after the process has ended or been killed; assert that it
-        has not failed.
+        """Return the remaining numbers after the process has ended or been killed;
+        assert that it has not failed.
         """
         if kill:
             os.kill(self.pid, signal.SIGKILL)
@@ -113,8 +113,8 @@ def go_on(store: EpochStore, tell: Tell) -> None:
 
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
-    """Compare everything in a store with the seeds, as plain xarray reads it, without changing the
-    store.
+    """Compare everything in a store with the seeds,
+    as plain xarray reads it, without changing the store.
     """
     before = contents(path)
     expected = {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
@@ -171,8 +171,8 @@ def first_seed(path: Path, tell: Tell) -> None:
 
 
 class Soak:
-    """Operations on one recording after another, with the ``seeds`` of its marks and ``counts`` of
-    the operations.
+    """Operations on one recording after another,
+    with the ``seeds`` of its marks and ``counts`` of the operations.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -243,8 +243,8 @@ class Soak:
         self._killed(writer, announced, 0)
 
     def replace(self) -> None:
-        """Replace the recording and sometimes kill the writer, which leaves the old recording or
-        the new mark.
+        """Replace the recording and sometimes kill the writer,
+        which leaves the old recording or the new mark.
         """
         if not self.seeds:
             self.mark()

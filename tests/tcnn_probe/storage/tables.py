@@ -1,5 +1,5 @@
-"""Recordings for tests of the store, in which every value follows from a number given with the
-mark.
+"""Recordings for tests of the store, in
+which every value follows from a number given with the mark.
 """
 
 import asyncio
@@ -70,8 +70,8 @@ class Remote(MemoryStore):
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return values by group and variable: distinct for every seed, variable, layer, head, ... and
-    exact.
+    """Return values by group and variable: distinct for every seed,
+    variable, layer, head, ... and exact.
     """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():

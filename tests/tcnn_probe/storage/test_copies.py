@@ -1,5 +1,5 @@
-"""Copies and selections of recordings, saved by xarray as zarr or netCDF; and one of several
-runs.
+"""Copies and selections of recordings, saved
+by xarray as zarr or netCDF; and one of several runs.
 """
 
 import json
@@ -21,8 +21,8 @@ NOT_OF_NETCDF = {"teacher": None, "schedule": {"warmup": [1, 2], "restarts": Non
 
 @pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
 def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> xr.DataTree:
-    """Gated heads, softmax heads with maps, attributes like those of tcnn-finetune, or several runs
-    with maps.
+    """Gated heads, softmax heads with maps,
+    attributes like those of tcnn-finetune, or several runs with maps.
     """
     if request.param in ("tcnn", "vit"):
         return tcnn_probe.load_example(request.param)

@@ -127,8 +127,8 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
 def test_leftovers_of_a_crashed_mark_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leftovers are a scalar that recurs in a later chunk, a map that becomes NaN and half a
-    file.
+    """Leftovers are a scalar that recurs in a later chunk,
+    a map that becomes NaN and half a file.
     """
     # Chunks have so few marks that a second one begins here.
     monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 3)
@@ -176,8 +176,8 @@ def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> 
 def test_interrupt_from_the_keyboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """Writes in progress end before the interrupt is raised, so they cannot overwrite later
-    ones.
+    """Writes in progress end before the interrupt is raised,
+    so they cannot overwrite later ones.
     """
     # Background jobs ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

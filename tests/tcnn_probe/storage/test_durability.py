@@ -1,5 +1,5 @@
-"""Order in which files reach the disk before a mark returns, so that all survive a loss of
-power.
+"""Order in which files reach the disk before a mark returns,
+so that all survive a loss of power.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from tests.tcnn_probe.storage.tables import add, contents, create, steps
 
 
 def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -> int:
-    """Return the step at which the last file and new folder was on the disk, a file being synced
-    before it is named.
+    """Return the step at which the last file and new folder was on the disk,
+    a file being synced before it is named.
     """
     times = []
     for path in changed:

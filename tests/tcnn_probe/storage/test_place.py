@@ -140,8 +140,8 @@ def test_attributes_beyond_json_are_refused(value: object) -> None:
 def test_empty_directories_and_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty directory is accepted, and a relative path keeps its meaning after a change of the
-    working directory.
+    """An empty directory is accepted, and a relative path keeps its meaning
+    after a change of the working directory.
     """
     for name in ("empty", "elsewhere"):
         (tmp_path / name).mkdir()
@@ -198,8 +198,8 @@ def zipped(path: Path) -> Path:
 
 
 def test_zip_files(tmp_path: Path) -> None:
-    """A zip file is read if it is opened or closed; one that is damaged, or no zip file, is
-    refused.
+    """A zip file is read if it is opened or closed;
+    one that is damaged, or no zip file, is refused.
     """
     path = zipped(tmp_path / "run.zarr")
     store = ZipStore(path)

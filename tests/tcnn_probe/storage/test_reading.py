@@ -54,8 +54,8 @@ def test_attributes_of_a_recording(tmp_path: Path) -> None:
 
 
 def test_metadata_are_strict_json(tmp_path: Path) -> None:
-    """The metadata are strict JSON, with a fill value unequal to any value and a checksum on every
-    chunk.
+    """The metadata are strict JSON, with a fill value unequal to any value
+    and a checksum on every chunk.
     """
     add(create(tmp_path / "run.zarr"), 0, top1=0.5)
     kinds = set()

@@ -1,5 +1,5 @@
-"""``mode="w"`` keeps the old recording whole until the new one is there, and deletes nothing of the
-user.
+"""``mode="w"`` keeps the old recording whole until the new one is there,
+and deletes nothing of the user.
 """
 
 import errno
@@ -39,8 +39,8 @@ def replace(path: Path) -> EpochStore:
 
 
 def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Run ``work`` in a process that exits before change number ``number``, as if killed; return
-    the changes so far.
+    """Run ``work`` in a process that exits before change number ``number``,
+    as if killed; return the changes so far.
     """
     reader, writer = os.pipe()
     if pid := os.fork():
@@ -110,8 +110,8 @@ def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
 
 
 def test_killed_replacement_in_stores_without_renaming() -> None:
-    """The old recording is deleted first; a killed recorder leaves no recording, and the place can
-    be recorded to.
+    """The old recording is deleted first; a killed recorder leaves no recording,
+    and the place can be recorded to.
     """
     recording(target := Remote(), 2)
     delete = target.delete

@@ -25,8 +25,8 @@ def _record(
     marks: Sequence[float],
     about: dict[str, Any],
 ) -> Path:
-    """Record numbers of every head, maps of the first layer if there are three heads, class
-    indices, and the rate.
+    """Record numbers of every head, maps of the first layer
+    if there are three heads, class indices, and the rate.
     """
     groups = {
         "": Group(

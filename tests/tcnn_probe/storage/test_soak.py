@@ -1,5 +1,5 @@
-"""One round of the soak: writers and copies killed at any moment, readers, refused recorders and
-forks.
+"""One round of the soak: writers and copies killed at any moment,
+readers, refused recorders and forks.
 """
 
 import os

@@ -29,8 +29,8 @@ SEED = 5
 def damaged(
     reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState
 ) -> NDArray[Any]:
-    """Corrupt an image by the reference, which draws from NumPy's global generator; its result is
-    not rounded.
+    """Corrupt an image by the reference, which draws
+    from NumPy's global generator; its result is not rounded.
     """
     np.random.set_state(random.get_state())  # noqa: NPY002
     function = elastic_transform if name == "elastic_transform" else getattr(reference, name)
