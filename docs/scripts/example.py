@@ -3,13 +3,11 @@ from the weights of every epoch of a study.
 
     python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained \
         --data imagenette2-160 --img-size 128 --limit 1600 --epochs 5 --batch-size 32 \
-        --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
+        --augment light --lr 1e-4 --qk-lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/scripts/example.py results/photos
 
 At each epoch a photograph whose maps are saved is recorded first, and then the validation
-photographs of the study. The file in the package was made from the weights and scores of
-``gating_evolution.py --unstrided`` with these options, which trains the same T-CNN, so that it has
-the accuracies of two controls as well.
+photographs of the study.
 """
 
 import argparse

@@ -38,6 +38,8 @@ def test_example_is_a_whole_recording() -> None:
 def test_example_can_be_drawn() -> None:
     tree = tcnn_probe.load_example()
     assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
+    types = tcnn_probe.head_types(tree["heads"].dataset)
+    assert ((types == "convolutional") == (types != "")).isel(epoch=0).all()
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
 
