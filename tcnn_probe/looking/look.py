@@ -224,7 +224,10 @@ class _Subject:
         mask_paths = {} if masks is None else find_masks(masks, chosen.paths)
         if isinstance(model, str):
             name = model
-            network, config = find_model(model, weights, size)
+            # Random weights are the same in all processes, and in one that continues another.
+            with torch.random.fork_rng(devices=()):
+                torch.default_generator.manual_seed(0)
+                network, config = find_model(model, weights, size)
             network = network.eval().to(device, dtype)
         elif isinstance(model, nn.Module):
             if device is not None or dtype is not None:
