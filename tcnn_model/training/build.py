@@ -20,7 +20,7 @@ from tcnn_model.models import patchconvnet, t_resnet  # noqa: F401 (timm then ha
 from tcnn_model.pooling.add import add_attention_pool, specialize
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_model.training.config import GRAFIT, Config
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.grafit import Grafit, GrafitTask
 from tcnn_model.training.loop import Training
 from tcnn_model.training.optimization import (
@@ -155,34 +155,34 @@ def _set_layer_scale(model: nn.Module, value: float) -> None:
         nn.init.constant_(scale, value)
 
 
-def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -> Training:
+def build_training(config: Config, model: nn.Module, steps: int, processes: Processes) -> Training:
     """Build the training of a model; learning rates are taken from the settings without scaling.
 
     Args:
         config: Settings of the run, with learning rates that are scaled already.
         model: Model of :func:`build_model`.
         steps: Number of the optimizer's steps in an epoch.
-        ranks: Rank of this process.
+        processes: The processes that train together.
 
     Raises:
         ValueError: A setting does not work on this device, or with several processes.
     """
-    if config.objective == GRAFIT and ranks.count > 1:
+    if config.objective == GRAFIT and processes.count > 1:
         raise ValueError(
-            f"objective: grafit has one memory and runs on one process, got {ranks.count}"
+            f"objective: grafit has one memory and runs on one process, got {processes.count}"
         )
-    model.to(ranks.device)
+    model.to(processes.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     # torch implements SyncBatchNorm for GPUs only.
-    if config.sync_bn and ranks.count > 1:
-        if ranks.device.type == "cpu":
+    if config.sync_bn and processes.count > 1:
+        if processes.device.type == "cpu":
             raise ValueError(
                 "sync_bn: torch shares the statistics of batch norms between GPUs only, got the CPU"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
-    sharded = config.distribute == "fsdp" and ranks.count > 1
+    sharded = config.distribute == "fsdp" and processes.count > 1
     # torch's foreach functions refuse lists that mix sharded weights with the unsharded buffers of
     # batch norms.
     ema = ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
@@ -204,7 +204,7 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         task=lambda images, targets: {},
         optimizer=_optimizer(config, model),
         schedules=[],
-        device=ranks.device,
+        device=processes.device,
         amp=getattr(torch, config.amp) if config.amp else None,
         accumulate=config.accumulate,
         clip_grad=config.clip_grad,
@@ -215,17 +215,17 @@ def build_training(config: Config, model: nn.Module, steps: int, ranks: Ranks) -
         channels_last=config.channels_last,
         no_sync=partial(without_sync, model) if sharded else nullcontext,
         gathered=gathered if sharded else nullcontext,
-        over_ranks=ranks.total,
-        agree=partial(distribute_bn, world_size=ranks.count)
-        if ranks.count > 1
+        over_ranks=processes.total,
+        agree=partial(distribute_bn, world_size=processes.count)
+        if processes.count > 1
         else lambda model: None,
-        rank=ranks.rank,
+        rank=processes.rank,
     )
-    _attach(training, config, steps, ranks)
+    _attach(training, config, steps, processes)
     return training
 
 
-def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
+def convert(training: Training, config: Config, steps: int, processes: Processes) -> bool:
     """Convert the CNN to a T-CNN in place; return False,
     without a change, if it is a T-CNN already.
 
@@ -246,7 +246,7 @@ def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> boo
             # replaced convolutions.
             if parameter in state:
                 training.optimizer.state[parameter] = state[parameter]
-    _attach(training, config, steps, ranks)
+    _attach(training, config, steps, processes)
     return True
 
 
@@ -272,7 +272,7 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
+def _attach(training: Training, config: Config, steps: int, processes: Processes) -> None:
     """Set the schedules, the wrapped model and the task of a training,
     from its current model and optimizer.
     """
@@ -298,9 +298,9 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         )
         return
     forward: Any = torch.compile(training.model) if config.compile else training.model
-    if ranks.count > 1 and config.distribute == "ddp":
+    if processes.count > 1 and config.distribute == "ddp":
         forward = nn.parallel.DistributedDataParallel(
-            forward, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
+            forward, device_ids=[processes.device] if processes.device.type == "cuda" else None
         )
         training.no_sync = forward.no_sync
     criterion = create_criterion(

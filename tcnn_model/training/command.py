@@ -86,9 +86,9 @@ def train(config: Config, *, resume: bool = False, progress: bool = True) -> Ite
         NonFiniteLossError: The loss is not finite; the batch is then saved in the folder.
         StopRequested: SIGTERM, SIGUSR1 or Ctrl-C was received, and a checkpoint was written.
     """
-    with joined(config.device) as ranks, ExitStack() as stack:
-        folder = RunFolder(config, ranks)
-        stopping = Stopping(ranks)
+    with joined(config.device) as processes, ExitStack() as stack:
+        folder = RunFolder(config, processes)
+        stopping = Stopping(processes)
         if not resume:
             folder.check_free()  # before images are opened, which may take minutes
         training, images = _prepare(config, folder)
@@ -98,14 +98,14 @@ def train(config: Config, *, resume: bool = False, progress: bool = True) -> Ite
         else:
             folder.check_free()  # another process may have begun a run since
         folder.begin()
-        progress = progress and ranks.first
+        progress = progress and processes.first
         stack.enter_context(stopping.listening())
         yield from _epochs(training, images, config, folder, stopping, progress)
         _summary(training, images, folder)
 
 
 def _prepare(config: Config, folder: RunFolder) -> tuple[Training, Images]:
-    ranks = folder.ranks
+    processes = folder.processes
     sources = open_sources(
         config.data,
         config.dataset,
@@ -113,47 +113,47 @@ def _prepare(config: Config, folder: RunFolder) -> tuple[Training, Images]:
         config.coarse_labels,
     )
     for use, source in zip(("training", "validation"), sources, strict=True):
-        say(f"{use}: {describe(source)}", ranks)
+        say(f"{use}: {describe(source)}", processes)
     classes = sources[0].classes
     folder.classes = None if classes is None else [*classes]
     model, data = build_model(
         config,
         _count(sources[0], config),
         len(sources[0]),
-        report=lambda text: say(text, ranks),
+        report=lambda text: say(text, processes),
         names=folder.classes,
     )
-    images = Images(*sources, create_transforms(config, data), config, ranks)
+    images = Images(*sources, create_transforms(config, data), config, processes)
     steps = images.per_epoch // config.accumulate
     _say_rates(folder, model, len(sources[0]))
-    return build_training(folder.scaled, model, steps, ranks), images
+    return build_training(folder.scaled, model, steps, processes), images
 
 
 def _say_rates(folder: RunFolder, model: nn.Module, images: int) -> None:
     """Print all learning rates as they are used, and how to keep those of the paper."""
-    config, processes = folder.config, folder.ranks.count
+    config, count = folder.config, folder.processes.count
     gated = config.reparameterize_at is not None or gpsa_layers(model)
     rates = [
         f"{name} {rate:g}"
         for name, rate in folder.rates.items()
         if gated or name not in ("qk_lr", "gating_lr", "gating_min_lr")
     ]
-    say(f"learning rates as used: {', '.join(rates)}", folder.ranks)
-    batch = config.batch_size * config.accumulate * processes
+    say(f"learning rates as used: {', '.join(rates)}", folder.processes)
+    batch = config.batch_size * config.accumulate * count
     if config.paper_batch in (None, batch):
         return
     largest = min(config.paper_batch, config.limit or images, images)
-    accumulate = max(largest // (config.batch_size * processes), 1)
+    accumulate = max(largest // (config.batch_size * count), 1)
     advice = [f"--paper-batch {batch} keeps the paper's rates"]
     if accumulate != config.accumulate:
-        step = accumulate * config.batch_size * processes
+        step = accumulate * config.batch_size * count
         images_allow = ", the most that the data allow" if step < config.paper_batch else ""
         advice.append(f"--accumulate {accumulate} makes steps of {step} images{images_allow}")
     say(
         f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x "
-        f"{processes} processes), {config.paper_batch} in the paper: rates are scaled by "
+        f"{count} count), {config.paper_batch} in the paper: rates are scaled by "
         f"{batch / config.paper_batch:.3g}, except that of the gates; {'; '.join(advice)}",
-        folder.ranks,
+        folder.processes,
     )
 
 
@@ -177,7 +177,7 @@ def _epochs(
 
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
-        if due and convert(training, folder.scaled, steps, folder.ranks):
+        if due and convert(training, folder.scaled, steps, folder.processes):
             # The GPSA layers are new modules, which have no hooks yet.
             watching.attach()
 
@@ -218,4 +218,4 @@ def _summary(training: Training, images: Images, folder: RunFolder) -> None:
     ]
     if images.unreadable:
         lines.append(f"{len(images.unreadable)} images were skipped, as they cannot be read")
-    say("\n".join(lines), folder.ranks)
+    say("\n".join(lines), folder.processes)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from tcnn_model.training.config import GRAFIT, Config
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.seeding import own_randomness, seed_of
 from tcnn_model.training.sources import Source
 
@@ -175,18 +175,18 @@ class Images:
         train, validate: Images by number.
         transforms: Transforms for training and validation.
         config: Settings of the run.
-        ranks: Rank of this process.
+        processes: The processes that train together.
     """
 
     train: Source
     validate: Source
     transforms: tuple[Transform, Transform]
     config: Config
-    ranks: Ranks
+    processes: Processes
 
     def __post_init__(self) -> None:
         config = self.config
-        count = self.ranks.count
+        count = self.processes.count
         self._sizes = [
             min(len(source), config.limit or len(source)) for source in (self.train, self.validate)
         ]
@@ -223,7 +223,7 @@ class Images:
             start = batch * self._batch
             # Processes take turns, so that the images of a global batch do not depend on the number
             # of processes.
-            places = range(start + self.ranks.rank, start + self._batch, self.ranks.count)
+            places = range(start + self.processes.rank, start + self._batch, self.processes.count)
             keys.append([(self._epoch, place, int(order[place])) for place in places])
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
@@ -232,7 +232,7 @@ class Images:
         every image goes to exactly one process.
         """
         numbers = _spread(len(self.validate), self._sizes[1])[
-            self.ranks.rank :: self.ranks.count
+            self.processes.rank :: self.processes.count
         ].tolist()
         # The epoch and the position in a key only seed the augmentation: validation is the same in
         # every epoch.
@@ -257,7 +257,7 @@ class Images:
             batch_sampler=keys,
             num_workers=self.config.workers,
             collate_fn=_collate,
-            pin_memory=self.ranks.device.type == "cuda",
+            pin_memory=self.processes.device.type == "cuda",
             # A DataLoader draws from its generator, by default torch's global one.
             generator=torch.Generator(),
             worker_init_fn=_ignore_ctrl_c,

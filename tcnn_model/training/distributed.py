@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "joined"]
+__all__ = ["Processes", "joined"]
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Rank of this process among those that train together.
+class Processes:
+    """The processes that train together, as seen from one of them.
 
     Args:
-        rank: Number of the process.
+        rank: Number of this process.
         count: Number of processes.
-        device: Device of the process.
+        device: Device of this process.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str | None) -> Iterator[Ranks]:
+def joined(device: str | None) -> Iterator[Processes]:
     """Join the processes that ``torchrun`` started; without it, this process trains alone.
 
     Raises:
@@ -70,10 +70,10 @@ def joined(device: str | None) -> Iterator[Ranks]:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if count == 1:
-        yield Ranks(0, 1, target)
+        yield Processes(0, 1, target)
         return
     dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
     try:
-        yield Ranks(dist.get_rank(), count, target)
+        yield Processes(dist.get_rank(), count, target)
     finally:
         dist.destroy_process_group()

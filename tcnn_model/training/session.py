@@ -24,7 +24,7 @@ from tcnn_model.training.checkpoint import (
     write_file,
 )
 from tcnn_model.training.config import Config, as_toml
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.evaluation import best_result
 from tcnn_model.training.loop import StopRequested, Training
 
@@ -47,8 +47,8 @@ class Stopping:
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._before: dict[int, Any] = {}
         self.signal: int | None = None
 
@@ -69,11 +69,11 @@ class Stopping:
         self.signal = number
         if number == signal.SIGINT:
             signal.signal(number, self._before[number])
-            say("stopping after this step; Ctrl-C again stops at once", self._ranks)
+            say("stopping after this step; Ctrl-C again stops at once", self._processes)
 
     def asked(self) -> bool:
         """Return True if any process was asked to stop; all processes must call this together."""
-        return self._ranks.any(self.signal is not None)
+        return self._processes.any(self.signal is not None)
 
 
 class RunFolder:
@@ -85,16 +85,16 @@ class RunFolder:
 
     Args:
         config: Settings of the run.
-        ranks: Rank of this process; rank 0 writes the files.
+        processes: The processes that train together; rank 0 writes the files.
     """
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, processes: Processes) -> None:
         self.path = Path(config.out)
         self.config = config
         self.classes: list[str] | None = None
         """Names of the classes by label; None if they are unknown."""
-        self.ranks = ranks
-        self.scaled = config.scaled(ranks.count)
+        self.processes = processes
+        self.scaled = config.scaled(processes.count)
         self._checkpoints = self.path / "checkpoints"
         self._within = self._checkpoints / "within.pt"
         self._settings = {
@@ -102,7 +102,7 @@ class RunFolder:
         }
         # Random numbers and batch norms differ between processes, so a run must be resumed with as
         # many as before.
-        self._settings["processes"] = ranks.count
+        self._settings["processes"] = processes.count
         self._steps = 0
         self._best: int | None = None
 
@@ -122,15 +122,14 @@ class RunFolder:
         """
         with ExitStack() as stack:
             refused = False
-            if self.ranks.first:
+            if self.processes.first:
                 self.path.mkdir(parents=True, exist_ok=True)
                 try:
                     stack.enter_context(_file_lock(self.path / ".lock"))
                 except BlockingIOError:
                     refused = True
-            # Only rank 0 knows of the refusal; without any(), the other ranks would go on and wait
-            # for it.
-            if self.ranks.any(refused):
+            # Only rank 0 knows of the refusal; without any(), the others would wait for it.
+            if self.processes.any(refused):
                 raise ValueError(
                     f"another training runs in {self.path}: wait until it ends, or give another "
                     "--out"
@@ -150,8 +149,8 @@ class RunFolder:
 
     def begin(self) -> None:
         """Write the settings, after all processes have checked the folder."""
-        self.ranks.wait()
-        if self.ranks.first:
+        self.processes.wait()
+        if self.processes.first:
             # Comments, because the settings themselves are scaled again when the run is resumed.
             used = [f"# as used: {name} = {rate:g}" for name, rate in self.rates.items()]
             settings = as_toml(self.config.as_dict())
@@ -173,10 +172,10 @@ class RunFolder:
         if state is not None:
             self._check_classes(state.get("classes"))
             if state["converted"]:
-                convert(training, self.scaled, steps, self.ranks)
+                convert(training, self.scaled, steps, self.processes)
             training.load_state_dict(state)
-        self.ranks.wait()  # other processes may still read files that are deleted next
-        if self.ranks.first:
+        self.processes.wait()  # other processes may still read files that are deleted next
+        if self.processes.first:
             partials = [
                 self.path / f"{name}.partial"
                 for name in ("config.toml", "classes.csv", "epochs.csv", "best.pt")
@@ -236,7 +235,7 @@ class RunFolder:
         Raises:
             StopRequested: The run should stop.
         """
-        if self.ranks.count == 1 and stopping.asked():
+        if self.processes.count == 1 and stopping.asked():
             self._stop(training, stopping)
 
     def after_epoch(self, training: Training, stopping: Stopping) -> None:
@@ -247,14 +246,14 @@ class RunFolder:
         """
         epoch = training.history[-1].epoch
         state = self._write_checkpoint(training, self._checkpoints / f"epoch-{epoch:04d}.pt")
-        if self.ranks.first:
+        if self.processes.first:
             self._settle(training, state)
         if epoch < self.config.epochs and stopping.asked():
             raise StopRequested(f"after epoch {epoch}", stopping.signal)
 
     def keep_batch(self, images: torch.Tensor, targets: torch.Tensor, where: str) -> Path:
         """Write the batch for which the loss is not finite."""
-        path = self.path / f"nonfinite-{self.ranks.rank}.pt"
+        path = self.path / f"nonfinite-{self.processes.rank}.pt"
         write_checkpoint(path, {"images": images.cpu(), "targets": targets.cpu(), "where": where})
         return path
 
@@ -305,7 +304,7 @@ class RunFolder:
 
     def _write_checkpoint(self, training: Training, path: Path) -> dict[str, Any]:
         state = training.state_dict()
-        if self.ranks.first:
+        if self.processes.first:
             converted = any(
                 name.endswith(".raw_locality") for name, _ in training.model.named_parameters()
             )
@@ -390,7 +389,7 @@ def _write(path: Path, text: str) -> None:
     write_file(path, lambda file: file.write(text.encode()))
 
 
-def say(text: str, ranks: Ranks) -> None:
+def say(text: str, processes: Processes) -> None:
     """Print a line, on rank 0 only."""
-    if ranks.first:
+    if processes.first:
         print(text, file=sys.stderr)

@@ -38,9 +38,9 @@ class Watching:
                 # The default watcher is in tcnn_probe, without which tcnn_model can be installed.
                 say(
                     f"nobody watches this run ({error}): epochs.csv has what it comes to",
-                    folder.ranks,
+                    folder.processes,
                 )
-        self._board = _board(folder) if config.tensorboard and folder.ranks.first else None
+        self._board = _board(folder) if config.tensorboard and folder.processes.first else None
         self.attach()
 
     def attach(self) -> None:

@@ -131,9 +131,9 @@ def edit_call(call: TorchCall, edits: Sequence[HeadEdit], module: nn.Module) -> 
         if not call.is_fused:
             images = len(rows) // edit.attention.shape[1]
             return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(0, 1)
-        request = call.describe()
-        assert isinstance(request, SeenAttention)
-        return weigh(edit.attention, values_of(request, module)[:, list(edit.heads)])
+        seen = call.describe()
+        assert isinstance(seen, SeenAttention)
+        return weigh(edit.attention, values_of(seen, module)[:, list(edit.heads)])
 
     edited = _edit_rows(rows, edits, exchange)
     return call.with_heads(from_rows(edited, call.heads.shape[:-2], module, call.heads_axis))

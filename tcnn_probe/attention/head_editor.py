@@ -185,13 +185,13 @@ class LayerCall(Call):
         # describe() reads and reshapes tensors, which other function modes would take for
         # operations of the model.
         with DisableTorchFunction():
-            request = call.describe()
-        if isinstance(request, SeenProduct):
-            for objection in self.tracker.multiplied(request).values():
+            seen = call.describe()
+        if isinstance(seen, SeenProduct):
+            for objection in self.tracker.multiplied(seen).values():
                 self.objection = self.objection or objection
-        elif isinstance(request, SeenCopy):
-            self.tracker.copied(request)
-        elif isinstance(request, SeenAttention) and not request.read_only:
+        elif isinstance(seen, SeenCopy):
+            self.tracker.copied(seen)
+        elif isinstance(seen, SeenAttention) and not seen.read_only:
             return self._edits(call) if self.may_edit() else ()
         return ()
 
@@ -207,9 +207,9 @@ class LayerCall(Call):
         shape = (len(rows), heads, queries, call.keys)
 
         def described() -> SeenAttention:
-            request = call.describe()
-            assert isinstance(request, SeenAttention)
-            return request
+            seen = call.describe()
+            assert isinstance(seen, SeenAttention)
+            return seen
 
         attention = SoftmaxAttention(
             module=module,

@@ -71,7 +71,7 @@ class ReconstructionError(RuntimeError):
 
 
 def softmax_attention_of(
-    request: SeenAttention,
+    seen: SeenAttention,
     name: str,
     number: int,
     running: Running,
@@ -82,7 +82,7 @@ def softmax_attention_of(
     as an attention between tokens on their grids.
 
     Args:
-        request: Description of the call.
+        seen: Description of the call.
         name: Name of the layer.
         number: Position of this attention among those of the module's call.
         running: Running modules and their inputs.
@@ -104,13 +104,13 @@ def softmax_attention_of(
             "tensor parallelism splits its heads over ranks: record a copy of the model that is "
             "not split"
         )
-    logits = logits_of(request, module)
+    logits = logits_of(seen, module)
     rows, heads, queries, keys = logits.shape
     # A pool is recognised by its class, because it can have as many classes as patches.
     if queries == keys and not is_in_pool(running) and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError(_BETWEEN_CHANNELS)
-    if request.value is not None:
-        columns = request.value.shape[-1]
+    if seen.value is not None:
+        columns = seen.value.shape[-1]
         if columns in tokens_if_channels(logits.shape, running):
             raise NoTokenAttentionError(_BETWEEN_CHANNELS)
     # If the rows are not a multiple of the images, for example because a model selects some, each
@@ -119,7 +119,7 @@ def softmax_attention_of(
         images = rows
     windows = rows // images
     layout = layout_of(queries, keys, windows)
-    in_order, fused = _in_order(request, layout.order), request.value is not None
+    in_order, fused = _in_order(seen, layout.order), seen.value is not None
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -127,25 +127,25 @@ def softmax_attention_of(
         images=images,
         windows=windows,
         layout=layout,
-        logits=logits if in_order is request else logits_of(in_order, module),
-        compare=partial(discrepancy, request, module),
+        logits=logits if in_order is seen else logits_of(in_order, module),
+        compare=partial(discrepancy, seen, module),
         find_values=partial(values_of, in_order, module) if fused else None,
-        find_outputs=partial(_outputs_in_order, request, module, layout) if fused else None,
+        find_outputs=partial(_outputs_in_order, seen, module, layout) if fused else None,
         residual=partial(_residual_in_order, list(running), images, queries * windows, layout),
     )
 
 
-def _in_order(request: SeenAttention, order: tuple[Tensor, Tensor] | None) -> SeenAttention:
+def _in_order(seen: SeenAttention, order: tuple[Tensor, Tensor] | None) -> SeenAttention:
     """Return the description with queries and keys in another order, given by their indices."""
     if order is None:
-        return request
+        return seen
     # Users of an attention expect class and register tokens first, and the grid row by row.
     queries, keys = order
 
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
         return None if x is None else _put(_put(x, -2, queries), -1, keys)
 
-    modification = request.modification
+    modification = seen.modification
     if modification is not None:
         modification = replace(
             modification,
@@ -155,18 +155,18 @@ def _in_order(request: SeenAttention, order: tuple[Tensor, Tensor] | None) -> Se
     query, key, value = (
         None if x is None else _put(x, -2, order)
         for x, order in (
-            (request.query, queries),
-            (request.key, keys),
-            (request.value, keys),
+            (seen.query, queries),
+            (seen.key, keys),
+            (seen.value, keys),
         )
     )
     return replace(
-        request,
-        logits=ordered_matrix(request.logits),
+        seen,
+        logits=ordered_matrix(seen.logits),
         query=query,
         key=key,
         value=value,
-        mask=ordered_matrix(request.mask),
+        mask=ordered_matrix(seen.mask),
         modification=modification,
     )
 
@@ -197,7 +197,7 @@ def _residual_in_order(running: Running, images: int, count: int, layout: Layout
 
 
 @torch.no_grad()
-def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
+def discrepancy(seen: SeenAttention, module: nn.Module) -> tuple[Tensor, float] | None:
     """Compare the first row of the reconstructed attention with torch's own output.
 
     Returns:
@@ -205,77 +205,75 @@ def discrepancy(request: SeenAttention, module: nn.Module) -> tuple[Tensor, floa
         largest relative difference that rounding explains; None if nothing can be compared because
         of dropout.
     """
-    if request.output is None:
+    if seen.output is None:
         return None
-    logits = logits_of(request, module)
-    queries = slice(0, logits.shape[2] if request.finish else _QUERIES_TO_CHECK)
+    logits = logits_of(seen, module)
+    queries = slice(0, logits.shape[2] if seen.finish else _QUERIES_TO_CHECK)
     first = slice(0, 1)
     rebuilt = torch.softmax(logits(first, queries), -1)
-    if request.logits is not None:
-        expected = as_rows(request.output, module, None)[first, :, queries]
+    if seen.logits is not None:
+        expected = as_rows(seen.output, module, None)[first, :, queries]
     else:
-        values = values_of(request, module)[first].to(rebuilt.dtype)
+        values = values_of(seen, module)[first].to(rebuilt.dtype)
         # A query from which all keys are hidden is NaN here, but zero in torch's fused attention.
         rebuilt = torch.nan_to_num(rebuilt) @ values
-        if request.finish is not None:
-            rebuilt = request.finish(rebuilt)
-            expected = request.output[:, :1] if request.output.ndim == 3 else request.output
+        if seen.finish is not None:
+            rebuilt = seen.finish(rebuilt)
+            expected = seen.output[:, :1] if seen.output.ndim == 3 else seen.output
         else:
-            output = request.output if request.output.ndim > 2 else request.output[None]
-            expected = as_rows(output, module, request.heads)[first, :, queries]
-    return relative_difference(rebuilt, expected), tolerance(request.output.dtype)
+            output = seen.output if seen.output.ndim > 2 else seen.output[None]
+            expected = as_rows(output, module, seen.heads)[first, :, queries]
+    return relative_difference(rebuilt, expected), tolerance(seen.output.dtype)
 
 
-def values_of(request: SeenAttention, module: nn.Module) -> Tensor:
+def values_of(seen: SeenAttention, module: nn.Module) -> Tensor:
     """Return the values of fused attention, shape (rows, heads, N_key, d_value)."""
-    return as_rows(_broadcast(request)[2], module, request.heads)
+    return as_rows(_broadcast(seen)[2], module, seen.heads)
 
 
-def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
+def _outputs_of(seen: SeenAttention, module: nn.Module) -> Tensor:
     """Return the outputs of the heads, shape (rows, heads, N_query, d_value), without dropout."""
     # They are computed again if the projection of multi-head attention has mixed them, or after
     # dropout.
-    if request.output is None or request.finish is not None or request.output.ndim < 3:
-        query, key, value = _broadcast(request)
-        output = F.scaled_dot_product_attention(
-            query, key, value, request.mask, scale=request.scale
-        )
-        return as_rows(output, module, request.heads)
-    return as_rows(request.output, module, request.heads)
+    if seen.output is None or seen.finish is not None or seen.output.ndim < 3:
+        query, key, value = _broadcast(seen)
+        output = F.scaled_dot_product_attention(query, key, value, seen.mask, scale=seen.scale)
+        return as_rows(output, module, seen.heads)
+    return as_rows(seen.output, module, seen.heads)
 
 
-def _outputs_in_order(request: SeenAttention, module: nn.Module, layout: Layout) -> Tensor:
+def _outputs_in_order(seen: SeenAttention, module: nn.Module, layout: Layout) -> Tensor:
     """Return the outputs of the heads, in the order of the layout's queries."""
-    outputs = _outputs_of(request, module)
+    outputs = _outputs_of(seen, module)
     return outputs if layout.order is None else _put(outputs, -2, layout.order[0])
 
 
-def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
+def logits_of(seen: SeenAttention, module: nn.Module) -> Logits:
     """Return the logits of a described call."""
-    if request.logits is not None:
-        return GivenLogits(as_rows(request.logits, module, request.heads))
-    query, key, _ = _broadcast(request)
-    mask = request.mask
+    if seen.logits is not None:
+        return GivenLogits(as_rows(seen.logits, module, seen.heads))
+    query, key, _ = _broadcast(seen)
+    mask = seen.mask
     if mask is not None:
-        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, request.heads)
+        mask = as_rows(mask.expand(*query.shape[:-1], key.shape[-2]), module, seen.heads)
     return ProductLogits(
-        as_rows(query, module, request.heads),
-        as_rows(key, module, request.heads),
-        request.scale,
+        as_rows(query, module, seen.heads),
+        as_rows(key, module, seen.heads),
+        seen.scale,
         mask,
-        request.modification,
+        seen.modification,
     )
 
 
-def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values broadcast to common leading dimensions, at least one."""
-    query, key, value = request.query, request.key, request.value
+    query, key, value = seen.query, seen.key, seen.value
     assert query is not None
     assert key is not None
     assert value is not None
     shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
-    if request.mask is not None:
-        shapes.append(request.mask.shape[:-2])
+    if seen.mask is not None:
+        shapes.append(seen.mask.shape[:-2])
     # torch broadcasts images and heads of all four tensors, for example of a pool's learned query
     # without images.
     leading = np.broadcast_shapes(*shapes)

@@ -286,24 +286,24 @@ class AttentionStream:
         """Note the image that enters the patch embedding."""
         self._tokens.called(module, inputs)
 
-    def asked(self, forward: Forward, request: Seen) -> Sequence[Answer]:
+    def computes(self, forward: Forward, seen: Seen) -> Sequence[Answer]:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
         self._last = None
-        if isinstance(request, SeenJoin):
-            self.maps.joins(request.lengths)
-        elif isinstance(request, SeenCopy):
-            self._tracker.copied(request)
+        if isinstance(seen, SeenJoin):
+            self.maps.joins(seen.lengths)
+        elif isinstance(seen, SeenCopy):
+            self._tracker.copied(seen)
             for shown in self._shown:
-                shown.note_copy(request)
-        elif isinstance(request, SeenUnmeasured):
+                shown.note_copy(seen)
+        elif isinstance(seen, SeenUnmeasured):
             name = self._names[forward.running[-1].module]
             if self._wants(name):
-                self.unsupported[name] = request.reason
-        elif isinstance(request, SeenProduct):
-            for shown, objection in self._tracker.multiplied(request).items():
+                self.unsupported[name] = seen.reason
+        elif isinstance(seen, SeenProduct):
+            for shown, objection in self._tracker.multiplied(seen).items():
                 shown.objection = objection
         else:
-            return self._show_softmax(forward, request)
+            return self._show_softmax(forward, seen)
         return ()
 
     def ran(self, call: TorchCall, output: Any) -> None:
@@ -317,18 +317,18 @@ class AttentionStream:
             self._tracker.replace(shown, output)
         if call.is_multihead and self.verification.needed(shown.layer):
             call.unedited()
-            request = call.describe()
-            assert isinstance(request, SeenAttention)
-            self._verify(shown.layer, request, discrepancy(request, shown.module))
+            seen = call.describe()
+            assert isinstance(seen, SeenAttention)
+            self._verify(shown.layer, seen, discrepancy(seen, shown.module))
 
     def _verify(
         self,
         layer: str,
-        request: SeenAttention,
+        seen: SeenAttention,
         difference: tuple[Tensor, float] | None,
     ) -> None:
-        source = request.query if request.logits is None else request.logits
-        mask, odd = request.mask, ""
+        source = seen.query if seen.logits is None else seen.logits
+        mask, odd = seen.mask, ""
         if mask is not None and source is not None and mask.is_floating_point():
             dtypes = f"{mask.dtype}, {source.dtype}"
             odd = dtypes if mask.dtype != source.dtype else ""
@@ -399,27 +399,27 @@ class AttentionStream:
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
-    def _show_softmax(self, forward: Forward, request: SeenAttention) -> Sequence[Answer]:
+    def _show_softmax(self, forward: Forward, seen: SeenAttention) -> Sequence[Answer]:
         running = forward.running
         if any(module in self._whole for module, _ in running):
             return ()  # a part of an attention that is described as a whole
         module = running[-1].module
         name = self._names[module]
         self.attending.add(module)
-        source = request.query if request.logits is None else request.logits
+        source = seen.query if seen.logits is None else seen.logits
         # A layer may see none of the images, as after an early exit.
         if not self._wants(name) or source is None or source.numel() == 0:
             return ()
         number = self._counts[module]
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
-        tokens, heads = self._tokens, request.heads
+        tokens, heads = self._tokens, seen.heads
         queries_are_words = tokens.queries_are_words(layer)
-        layout_of = partial(tokens.layout_of, layer, running, request.not_on_grid)
+        layout_of = partial(tokens.layout_of, layer, running, seen.not_on_grid)
         with named_in_errors(layer):
             try:
                 images = tokens.images_of(layer, running)
-                attention = softmax_attention_of(request, layer, number, running, images, layout_of)
+                attention = softmax_attention_of(seen, layer, number, running, images, layout_of)
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix
@@ -434,25 +434,23 @@ class AttentionStream:
                         lambda tracker: tracker.views_of_rows(rows, module, heads),
                     )
                 if self.verification.needed(layer):
-                    self._verify(layer, request, attention.discrepancy())
+                    self._verify(layer, seen, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention includes the product with values; a plain softmax has to wait for it.
         shown = _ShownSoftmax(layer, module)
-        if request.logits is not None and request.output is not None:
+        if seen.logits is not None and seen.output is not None:
             channels = tokens_if_channels(attention.shape, running)
-            self._tracker.wait(
-                shown, request.output, has_heads=attention.heads > 1, tokens=channels
-            )
-        if request.gives_lse and request.output is not None:
+            self._tracker.wait(shown, seen.output, has_heads=attention.heads > 1, tokens=channels)
+        if seen.gives_lse and seen.output is not None:
             # The output is kept until the forward ends, because otherwise its memory could be
             # reused by another tensor.
-            shown.output = request.output
+            shown.output = seen.output
         self._shown.append(shown)
         self._last = shown
         if edit is None:
             return ()
-        if request.read_only:
-            raise RuntimeError(f"{layer!r}: {request.read_only}")
+        if seen.read_only:
+            raise RuntimeError(f"{layer!r}: {seen.read_only}")
         if attention.order is not None:
             edit = edit.in_order(*(order.argsort() for order in attention.order))
         apply = partial(edit_call, module=module)

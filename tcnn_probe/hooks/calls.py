@@ -59,7 +59,7 @@ class Call:
         self.over = True
         self.scope.close()
 
-    def goes_on(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the call is neither over nor interrupted,
         or still has modes to leave at its end.
         """
@@ -139,7 +139,7 @@ class Calls(Generic[C]):
             for call in list(self._running.values()):
                 # If a thread has left a call without running a hook, the hooks would otherwise
                 # never be removed.
-                call.over = not call.goes_on()
+                call.over = not call.is_open()
             # While a call runs in another thread, the hook that ends it is still needed.
             while self._handles and all(call.over for call in list(self._running.values())):
                 self._handles[-1].remove()
@@ -217,7 +217,7 @@ class Calls(Generic[C]):
             # It is forgotten last, so that this is repeated if Ctrl-C interrupts it. While a mode
             # handles a call of torch, the call of the module goes on, and the hook at its end
             # repeats this.
-            if not call.goes_on():
+            if not call.is_open():
                 self._running.pop(thread, None)
 
 

@@ -67,7 +67,7 @@ class Listener(Protocol):
     """Interface of an object that is notified of the forwards of a model, one at a time."""
 
     may_edit: bool
-    """Whether :meth:`asked` may return answers."""
+    """Whether :meth:`computes` may return answers."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Return whether to follow a call of ``entry``, the model or a part of it.
@@ -84,14 +84,14 @@ class Listener(Protocol):
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Handle the call of a module, before it runs, with its positional inputs."""
 
-    def asked(self, forward: "Forward", request: Seen) -> Sequence[Answer]:
+    def computes(self, forward: "Forward", seen: Seen) -> Sequence[Answer]:
         """Handle a call of torch in the innermost running module,
         and return edits of its output.
         """
 
     def ran(self, call: TorchCall, output: Any) -> None:
         """Handle the output of the call of torch about
-        which :meth:`asked` was called last, and its edited output.
+        which :meth:`computes` was called last, and its edited output.
         """
 
     def returned(self, forward: "Forward", call: ModuleCall, output: Any) -> None:
@@ -242,7 +242,7 @@ class Forwards(Calls["Forward"]):
             # This includes a forward that was interrupted without running hooks: by Ctrl-C, or
             # SystemExit in a thread.
             if followed is not None and (
-                followed.thread == threading.get_ident() or not followed.goes_on()
+                followed.thread == threading.get_ident() or not followed.is_open()
             ):
                 self._followed = None
                 followed.close()
@@ -345,7 +345,7 @@ class Forward(Call):
             if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
                 if module in self._names:
                     reason = SeenUnmeasured(NESTED)
-                    self.run_unseen(self._listener.asked, self, reason)
+                    self.run_unseen(self._listener.computes, self, reason)
                 self.scope.leave_modes()
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -392,8 +392,8 @@ class Forward(Call):
         return self.run_unseen(self._ask, call, objection)
 
     def _ask(self, call: TorchCall, objection: str | None) -> Sequence[Answer]:
-        request = call.describe() if objection is None else call.unread(objection)
-        return () if request is None else self._listener.asked(self, request)
+        seen = call.describe() if objection is None else call.unread(objection)
+        return () if seen is None else self._listener.computes(self, seen)
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
         """Pass the output of an attention to the listener."""

@@ -29,8 +29,8 @@ from tcnn_probe.hooks.modes import (
     is_function_transformed,
     is_nested,
     is_transformed,
+    leave_mode,
     leaves_of,
-    take_off,
 )
 from tcnn_probe.hooks.private_torch import (
     DisableTorchFunction,
@@ -386,7 +386,7 @@ class Interception(TorchFunctionMode):
         """
         with suppress(ValueError):
             self._observers.remove(observer)
-        return bool(self._observers) or take_off(self)
+        return bool(self._observers) or leave_mode(self)
 
     @never_compiled_alone
     def __torch_function__(

@@ -42,11 +42,11 @@ __all__ = [
     "is_function_transformed",
     "is_nested",
     "is_transformed",
+    "leave_mode",
     "leaves_of",
     "named_in_errors",
     "run_in_modes",
     "run_unseen",
-    "take_off",
     "unseen",
 ]
 
@@ -91,7 +91,7 @@ def hidden_depth() -> int:
     return _HIDDEN.get()
 
 
-def take_off(mode: TorchFunctionMode) -> bool:
+def leave_mode(mode: TorchFunctionMode) -> bool:
     """Leave a function mode, wherever it is in the stack; return False if it is not there."""
     if not any(entered is mode for entered in _get_current_function_mode_stack()):
         return False
@@ -131,7 +131,7 @@ def balanced_modes() -> Iterator[None]:
     finally:
         for mode in _get_current_function_mode_stack():
             if mode not in before:
-                take_off(mode)
+                leave_mode(mode)
         while _len_torch_dispatch_stack() > count:
             _pop_dispatch_mode()
 
@@ -165,7 +165,7 @@ def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> R
         # A curtain that Ctrl-C leaves on hides nothing.
         curtain.is_up = False
         for mode in reversed(entered):
-            take_off(mode)
+            leave_mode(mode)
 
 
 def is_function_transformed() -> bool:

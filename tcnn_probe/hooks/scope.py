@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.hooks.compilation import Eagerness, is_eager
 from tcnn_probe.hooks.interception import Interception, Observer
-from tcnn_probe.hooks.modes import take_off
+from tcnn_probe.hooks.modes import leave_mode
 
 __all__ = ["Scope"]
 
@@ -75,7 +75,7 @@ class Scope:
         # recorder can be removed, or collected as garbage, just then; its modes are left when this
         # is repeated.
         for mode in self._modes[::-1]:
-            if take_off(mode):
+            if leave_mode(mode):
                 self._modes.remove(mode)
         self._observed = [
             (mode, observer) for mode, observer in self._observed if not mode.leave(observer)

@@ -45,7 +45,7 @@ def look_at_each(
         (*model, places, str((folder / page).resolve()), dict(options))
         for page, model in pages.items()
     ]
-    reasons = [*map(_look, tasks)] if scheduler is None else _look_on_cluster(tasks, scheduler)
+    reasons = [*map(_look_at, tasks)] if scheduler is None else _look_on_cluster(tasks, scheduler)
     results = dict(zip(pages, reasons, strict=True))
     facts = {
         page: json.loads((folder / page).with_suffix(".json").read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def _page_name(models: Sequence[tuple[str, str]], number: int) -> str:
     return f"{file_name(stem)}.html"
 
 
-def _look(task: tuple[str, str, Sequence[str], str, Mapping[str, Any]]) -> str | None:
+def _look_at(task: tuple[str, str, Sequence[str], str, Mapping[str, Any]]) -> str | None:
     """Look with a model, and return why it failed, or None."""
     name, weights, photographs, page, options = task
     try:
@@ -92,5 +92,5 @@ def _look_on_cluster(tasks: Iterable[Any], scheduler: str) -> list[str | None]:
         ) from error
     with Client(scheduler) as client:
         # Each call writes files, so that dask must not take two calls for the same.
-        results: list[str | None] = client.gather(client.map(_look, [*tasks], pure=False))
+        results: list[str | None] = client.gather(client.map(_look_at, [*tasks], pure=False))
     return results

@@ -22,14 +22,14 @@ from tcnn_model import gpsa_layers
 from tcnn_model.training.build import build_model, build_training, convert
 from tcnn_model.training.config import Config
 from tcnn_model.training.data import create_transforms
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.loop import Training
 from tcnn_model.training.optimization import create_optimizer, create_schedules
 from tcnn_model.training.task import create_criterion, create_task
 from tests.tcnn_model.tiny_models import Logits, tiny_cnn, tiny_tcnn
 from tests.tcnn_model.training.runs import config
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 def _training(settings: Config, steps: int = 3) -> Training:
@@ -149,7 +149,9 @@ def test_equivalent_ways_to_compute_the_gradient(
 def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
     settings = config(tmp_path, sync_bn=True)
     with pytest.raises(ValueError, match=r"sync_bn: .* between GPUs only, got the CPU"):
-        build_training(settings, build_model(settings, 10)[0], 3, Ranks(0, 2, torch.device("cpu")))
+        build_training(
+            settings, build_model(settings, 10)[0], 3, Processes(0, 2, torch.device("cpu"))
+        )
 
 
 def test_frozen_parameters_and_statistics_stay(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import xarray as xr
 from tcnn_model.training import command, loop
 from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.evaluation import evaluate
 from tcnn_model.training.session import RunFolder
 from tests.tcnn_model.training.runs import (
@@ -101,8 +101,8 @@ def test_two_processes_train_like_one(
     two = last_checkpoint(settings)
     expected, folder = single
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
-        # Two ranks add their gradients in another order than one process, and training amplifies
-        # the rounding.
+        # Two processes add their gradients in another order than one, and training amplifies the
+        # rounding.
         assert actual == pytest.approx(target, rel=1e-4)
     # If an image were validated twice, the denominator would differ.
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
@@ -137,8 +137,8 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
     settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
     _in_two(settings)
     complete = last_checkpoint(settings)
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    alone, images = command._prepare(settings, RunFolder(settings, ranks))
+    processes = Processes(0, 1, torch.device("cpu"))
+    alone, images = command._prepare(settings, RunFolder(settings, processes))
     for part, loss, accuracy in (
         ("model", "val_loss", "top1"),
         ("ema", "ema_val_loss", "ema_top1"),
@@ -182,7 +182,7 @@ def test_each_image_is_in_one_process_only(count: int, tmp_path: Path) -> None:
     settings = config(tmp_path, batch_size=4, limit=None, repeated_augmentation=2)
 
     def numbers(rank: int) -> Any:
-        ranks = Ranks(rank, count, torch.device("cpu"))
+        processes = Processes(rank, count, torch.device("cpu"))
         transform = torch.tensor
         images = Images(
             # Sizes are primes: neither the number of processes nor the batch size divides them.
@@ -190,7 +190,7 @@ def test_each_image_is_in_one_process_only(count: int, tmp_path: Path) -> None:
             _Numbers(13),
             (transform, transform),
             settings,
-            ranks,
+            processes,
         )  # type: ignore[arg-type]
         images.begin(3)
         return [images.training(0), images.validation()]
@@ -211,7 +211,7 @@ def test_each_image_is_in_one_process_only(count: int, tmp_path: Path) -> None:
         _Numbers(13),
         (int, int),
         settings,
-        Ranks(0, 1, torch.device("cpu")),
+        Processes(0, 1, torch.device("cpu")),
     )  # type: ignore[arg-type]
     assert {*trained} == {*alone.order(3)[: len(trained)].tolist()}
     assert not torch.equal(alone.order(3), alone.order(4))

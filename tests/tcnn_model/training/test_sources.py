@@ -15,7 +15,7 @@ from PIL import Image
 
 from tcnn_model.class_folders import describe
 from tcnn_model.training.data import Images
-from tcnn_model.training.distributed import Ranks
+from tcnn_model.training.distributed import Processes
 from tcnn_model.training.sources import open_sources
 from tests.tcnn_model.training.runs import config, finish
 
@@ -302,7 +302,7 @@ def _batches(broken: set[int], rank: int, tmp_path: Path) -> tuple[Images, list[
         *sources,
         (torch.tensor, torch.tensor),
         settings,
-        Ranks(rank, 2, torch.device("cpu")),
+        Processes(rank, 2, torch.device("cpu")),
     )  # type: ignore[arg-type]
     images.begin(1)
     return images, [numbers.tolist() for numbers, _ in images.training(0)]
@@ -345,8 +345,8 @@ def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
 
     settings = config(tmp_path, batch_size=4, limit=None, max_unreadable=0.5)
     sources = (_Broken(set()), _Broken(set()))
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    images = Images(*sources, (transform, transform), settings, ranks)  # type: ignore[arg-type]
+    processes = Processes(0, 1, torch.device("cpu"))
+    images = Images(*sources, (transform, transform), settings, processes)  # type: ignore[arg-type]
     images.begin(1)
     trained = [number for batch, _ in images.training(0) for number in batch.tolist()]
     # The next image replaces the one that is skipped.

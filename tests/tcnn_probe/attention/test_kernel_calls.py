@@ -296,7 +296,7 @@ class Mixer(nn.Module):  # a name that does not say attention
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, D)) for layer in (self.q, self.k, self.v))
         # The oracle gets the kernel's queries and keys, and nothing else of the model.
-        self.asked = q, k
+        self.computes = q, k
         return self.kernel(q, k, v, **self.options).flatten(2)
 
 
@@ -379,7 +379,7 @@ def test_kernel_calls_are_read(
     assert list(stream.layers) == ["blocks.0", "blocks.1"]
     assert not stream.unsupported
     for name, (weights, layout, values) in rebuilt.items():
-        q, k = model.get_submodule(name).asked
+        q, k = model.get_submodule(name).computes
         scale = options.get("scale", D**-0.5)
         # The model runs in float32, the oracle in float64.
         np.testing.assert_allclose(weights, weights_of(q, k, scale, **of_weights), atol=1e-5)
@@ -404,7 +404,7 @@ def test_causal_masks_of_fewer_queries_than_keys() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = x.flatten(2).mT.unflatten(-1, (3, 1))
             # There are seven queries and twelve keys, a case in which the packages differ.
-            self.asked = x[:, :7], x
+            self.computes = x[:, :7], x
             return self.kernel(x[:, :7], x, x, causal=True)
 
     x = torch.randn(B, 3, 3, 4)
@@ -415,7 +415,7 @@ def test_causal_masks_of_fewer_queries_than_keys() -> None:
         torch.no_grad(),
     ):
         model(x)
-    np.testing.assert_allclose(rebuilt[0], weights_of(*model.asked, 1.0, causal=True), atol=1e-5)
+    np.testing.assert_allclose(rebuilt[0], weights_of(*model.computes, 1.0, causal=True), atol=1e-5)
     with (
         tcnn_probe.attention_stream(Cross(call_cutlass), pytest.fail) as stream,
         torch.no_grad(),

@@ -16,9 +16,9 @@ from tcnn_probe.hooks.modes import (
     hidden_depth,
     hidden_from_recorders,
     is_transformed,
+    leave_mode,
     named_in_errors,
     run_in_modes,
-    take_off,
     unseen,
 )
 from tests.tcnn_probe.contracts.helpers import clean
@@ -41,13 +41,13 @@ def test_modes_above_stay_on_in_their_order() -> None:
     for mode in (lower, middle, upper):
         mode.__enter__()
     # The mode is below another one that stays on, and that an ordinary exit would remove.
-    take_off(middle)
+    leave_mode(middle)
     assert _get_current_function_mode_stack() == [lower, upper]
     # A second removal has no effect.
-    take_off(middle)
+    leave_mode(middle)
     assert _get_current_function_mode_stack() == [lower, upper]
-    take_off(lower)
-    take_off(upper)
+    leave_mode(lower)
+    leave_mode(upper)
     assert clean()
 
 
