@@ -61,7 +61,7 @@ from common.options import (
     study_parser,
 )
 from common.output import RunOutput
-from common.plain_trainings import (
+from common.stepwise import (
     SHAPE,
     accuracy,
     all_learned,

@@ -63,7 +63,7 @@ from common.options import (
 )
 from common.output import RunOutput
 from common.resnet20 import ResNet20, Tail
-from common.small_trainings import order_of_images
+from common.stepwise import order_of_images
 
 VALUES, ITEMS, BITS, GRID, CHANNELS = 4, 6, 7, 8, 64
 RED, BLUE = 0, 1

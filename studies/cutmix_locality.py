@@ -34,6 +34,7 @@ It ends by checking that all networks learned.
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib as mpl
@@ -45,7 +46,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from timm.data.mixup import Mixup
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 import tcnn_probe
 from common.ending import ended, finish, learned, side_of_zero
@@ -61,7 +62,7 @@ from common.options import (
     study_parser,
 )
 from common.output import RunOutput
-from common.small_trainings import rate_factor
+from common.stepwise import noisy, shuffled_rows, take_steps, warm_up_and_anneal
 from tcnn_probe.evaluation import mean_interval
 
 BATCH, LR, WEIGHT_DECAY = 96, 2e-3, 0.05
@@ -115,35 +116,30 @@ def train(arm: str, seed: int, data: ImageSet, args: argparse.Namespace, store: 
     # smoothing.
     mix = Mixup(mixup_alpha=0, cutmix_alpha=1, label_smoothing=0, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-    images, labels = data.images, data.labels
     # The last batch of an epoch would be smaller, and odd: CutMix takes images in pairs.
-    steps = len(images) // BATCH
+    per_epoch = len(data.images) // BATCH
+    steps = args.epochs * per_epoch
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in shuffled_rows(len(data.images), BATCH, args.epochs):
+            batch, labels = noisy(data.images[rows]), data.labels[rows]
+            if args.data != "digits":
+                is_flipped = (torch.rand(len(rows)) < 0.5)[:, None, None, None]
+                batch = torch.where(is_flipped, batch.flip(-1), batch)
+            # Both arms give class probabilities to the loss, so that they differ in CutMix alone.
+            yield mix(batch, labels) if arm == "CutMix" else (batch, F.one_hot(labels, 10).float())
+
+    def loss_of(batch: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model.train()(batch.to(args.device)), target.to(args.device))
+
     with tcnn_probe.record(model, store, mode="w") as recorder:
-        validate(recorder, model, data, 0, args.device)
-        for epoch in range(args.epochs):
-            model.train()
-            order = torch.randperm(len(images))
-            for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
-                done = epoch * steps + step
-                rate = LR * rate_factor(done, args.epochs * steps)
-                optimizer.param_groups[0]["lr"] = rate
-                # As in training_health.py, noise is added: so few images, of 17 values, are learned
-                # by heart.
-                batch = images[rows] + 0.1 * torch.randn_like(images[rows])
-                if args.data != "digits":
-                    is_flipped = (torch.rand(len(rows)) < 0.5)[:, None, None, None]
-                    batch = torch.where(is_flipped, batch.flip(-1), batch)
-                # Both arms give class probabilities to the loss, so that they differ in CutMix
-                # alone.
-                target = F.one_hot(labels[rows], 10).float()
-                if arm == "CutMix":
-                    batch, target = mix(batch, labels[rows])
-                output = model(batch.to(args.device))
-                loss = F.cross_entropy(output, target.to(args.device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            validate(recorder, model, data, epoch + 1, args.device)
+
+        def after(step: int, *_: object) -> None:
+            if step % per_epoch == 0:
+                validate(recorder, model, data, step // per_epoch, args.device)
+
+        after(0)
+        take_steps(optimizer, batches(), loss_of, warm_up_and_anneal(LR, steps), after=after)
         return recorder.dataset.load()
 
 

@@ -76,7 +76,6 @@ import torch
 import xarray as xr
 
 import tcnn_probe
-from common.convolved_training import trained_convolutions
 from common.ending import ended
 from common.head_ladder import (
     RUNGS,
@@ -84,6 +83,7 @@ from common.head_ladder import (
     correlation,
     curves,
     lost_shares,
+    trained_convolutions,
     within_blocks,
 )
 from common.ladder_figure import draw

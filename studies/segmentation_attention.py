@@ -30,7 +30,8 @@ intersection over union is more than twice that of calling every pixel a stroke.
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import matplotlib as mpl
 import numpy as np
@@ -58,7 +59,7 @@ from common.options import (
 )
 from common.output import RunOutput
 from common.saliency_scores import on_object
-from common.small_trainings import rate_factor
+from common.stepwise import shuffled_rows, take_steps, warm_up_and_anneal
 from tcnn_probe.evaluation import mean_interval
 from tcnn_probe.plot import OKABE_ITO
 
@@ -181,18 +182,14 @@ def fit(
     """
     # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(weights, lr, weight_decay=WEIGHT_DECAY, fused=True)
-    steps = len(digits) // BATCH
-    model.train()
-    for epoch in range(epochs):
-        order = torch.randperm(len(digits))
-        for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
-            done = epoch * steps + step
-            optimizer.param_groups[0]["lr"] = lr * rate_factor(done, epochs * steps)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for rows in shuffled_rows(len(digits), BATCH, epochs):
             scenes = [digits.scene(int(index)) for index in rows]
-            loss = loss_of(model, images_of(scenes), digits.labels[rows], masks_of(scenes))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            yield images_of(scenes), digits.labels[rows], masks_of(scenes)
+
+    rate = warm_up_and_anneal(lr, epochs * (len(digits) // BATCH))
+    take_steps(optimizer, batches(), partial(loss_of, model.train()), rate)
     model.eval()
 
 

@@ -72,7 +72,7 @@ from timm.models.cait import Cait
 from timm.models.resnet import BasicBlock, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 import tcnn_model
 import tcnn_probe
@@ -90,6 +90,7 @@ from common.options import (
     study_parser,
 )
 from common.output import RunOutput
+from common.stepwise import noisy, take_steps
 from tcnn_probe.diagnosis import Finding
 
 # A width that three heads divide; large enough to learn the digits in the epochs of the study.
@@ -271,47 +272,50 @@ def train(training: Training, data: ImageSet, args: argparse.Namespace, store: P
     # The warm-up takes two epochs; a rate that is ten times too high does harm at once only without
     # it.
     warmup = 0 if illness in WITHOUT_WARMUP else 2 * steps
+    begin = training.begin(args.epochs)
+    total = 0.0
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for epoch in range(1, args.epochs + 1):
+            if epoch >= begin and illness == "growing queries and keys":
+                # Logits grow ninefold at each epoch, while "scaled queries and keys" makes them 36
+                # times as large once.
+                scale_up(model, 3)
+            if epoch == begin and illness == "scaled queries and keys":
+                scale_up(model, 6)
+            for rows in torch.randperm(len(labels)).split(data.batch):
+                yield noisy(data.images[rows]).to(args.device), labels[rows].to(args.device)
+
+    def lr(step: int, _: object) -> float:
+        wave = 0.5 + 0.5 * math.cos(math.pi * step / (args.epochs * steps))
+        jump = 30 if illness == "rate jumps" and step // steps + 1 >= begin else 1
+        return jump * rate * wave * min(1, (step + 1) / max(1, warmup))
+
+    def loss_of(images: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model.train()(images), targets)
+
     with (
         warnings.catch_warnings(),
         tcnn_probe.record(model, store, mode="w", health=True) as recorder,
     ):
         # The recorder warns of alarms, which the study reads off the recording instead.
         warnings.simplefilter("ignore", RuntimeWarning)
+
+        def after(step: int, loss: Tensor) -> None:
+            nonlocal total
+            total += loss.item()
+            # Values are cut after each step, as the optimizer would bring them back.
+            if illness == "cut head" and step > (begin - 1) * steps:
+                cut(model)
+            if illness == "precision":
+                round_weights(model)
+            if step % steps == 0:
+                mark(recorder, model, data, step // steps, total / steps, args.device)
+                total = 0.0
+
         # The untrained network has no training loss.
         mark(recorder, model, data, 0, math.nan, args.device)
-        for epoch in range(args.epochs):
-            is_ill = epoch + 1 >= training.begin(args.epochs)
-            if is_ill and illness == "growing queries and keys":
-                # Logits grow ninefold at each epoch, while "scaled queries and keys" makes them 36
-                # times as large once.
-                scale_up(model, 3)
-            if illness == "scaled queries and keys" and epoch == args.epochs // 2:
-                scale_up(model, 6)
-            total = 0.0
-            order = torch.randperm(len(labels))
-            for step, batch in enumerate(order.split(data.batch)):
-                done = epoch * steps + step
-                wave = 0.5 + 0.5 * math.cos(math.pi * done / (args.epochs * steps))
-                jump = 30 if is_ill and illness == "rate jumps" else 1
-                for group in optimizer.param_groups:
-                    ramp = min(1, (done + 1) / max(1, warmup))
-                    group["lr"] = jump * rate * wave * ramp
-                # The images are so few that without noise they are learned by heart.
-                noisy = data.images[batch]
-                noisy = noisy + 0.1 * torch.randn_like(noisy)
-                model.train()
-                output = model(noisy.to(args.device))
-                loss = F.cross_entropy(output, labels[batch].to(args.device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += loss.item()
-                # Values are cut after each step, as the optimizer would bring them back.
-                if is_ill and illness == "cut head":
-                    cut(model)
-                if illness == "precision":
-                    round_weights(model)
-            mark(recorder, model, data, epoch + 1, total / steps, args.device)
+        take_steps(optimizer, batches(), loss_of, lr, after=after)
         return recorder.dataset.load()
 
 

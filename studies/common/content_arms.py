@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
 
-from common.small_trainings import LABEL_SMOOTHING, rate_factor
+from common.stepwise import LABEL_SMOOTHING, rate_factor, take_steps
 from tcnn_model import GPSA, gpsa_layers, parameter_groups, reparameterize
 
 __all__ = [
@@ -262,28 +262,30 @@ def train_tail(
     optimizer = torch.optim.AdamW(groups, fused=True)
     peaks = {group["name"]: group["lr"] for group in optimizer.param_groups}
     sums = dict.fromkeys(peaks, 0.0)
-    after(0)
-    for step, (features, targets) in enumerate(batches):
+
+    def rate(step: int, group: dict[str, Any]) -> float:
+        # The protocol freezes gates for a quarter of the steps, so that content can form first; the
+        # papers do not.
+        waits = group["name"] == "gates" and not arm.papers_rates and step < steps // 4
+        return 0.0 if waits else peaks[group["name"]] * factors[step]
+
+    def loss_of(features: Tensor, targets: Tensor) -> Tensor:
         model.train()
         if options["frozen_statistics"]:
             _freeze_statistics(model)
-        for group in optimizer.param_groups:
-            # The protocol freezes gates for a quarter of the steps, so that content can form first;
-            # the papers do not.
-            waits = group["name"] == "gates" and not arm.papers_rates and step < steps // 4
-            group["lr"] = 0.0 if waits else peaks[group["name"]] * factors[step]
-            sums[group["name"]] += group["lr"]
-        optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=options["amp"]):
             scores = model(features)
-        F.cross_entropy(
-            scores.float(),
-            targets,
-            # timm's Mixup has smoothed the class probabilities already.
-            label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING,
-        ).backward()
-        optimizer.step()
-        after(step + 1)
+        # timm's Mixup has smoothed the class probabilities already.
+        smoothing = 0.0 if arm.mixes else LABEL_SMOOTHING
+        return F.cross_entropy(scores.float(), targets, label_smoothing=smoothing)
+
+    def after_step(step: int, _: Tensor) -> None:
+        for group in optimizer.param_groups:
+            sums[group["name"]] += group["lr"]
+        after(step)
+
+    after(0)
+    take_steps(optimizer, batches, loss_of, rate, after=after_step)
     return sums
 
 

@@ -21,7 +21,7 @@ from common.small_images import (
     split,
     views,
 )
-from common.small_trainings import order_of_images
+from common.stepwise import order_of_images
 from tcnn_probe import evaluation
 
 __all__ = ["SEVERITY", "Features", "Images", "load_images"]

@@ -20,7 +20,7 @@ from common.folder import spread
 from common.small_images import atomic_save
 from tcnn_model import gpsa_layers
 
-__all__ = ["RECORDED", "Run", "train_and_measure"]
+__all__ = ["RECORDED", "Run", "answers", "train_and_measure"]
 
 RECORDED = (
     "gate",
@@ -111,7 +111,7 @@ def train_and_measure(
         def after(step: int) -> None:
             if step in marks:
                 held_out.append(
-                    float((_answers(model, features.probed) == features.probed_labels).mean())
+                    float((answers(model, features.probed) == features.probed_labels).mean())
                 )
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
@@ -204,23 +204,23 @@ def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def _answers(
+def answers(
     model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125
 ) -> NDArray[np.int64]:
     """Return the most probable class of each image."""
     model.eval()
-    answers = []
+    classes = []
     for start in range(0, len(features), batch_size):
         part = features[start : start + batch_size]
         scores = model(part if isinstance(part, Tensor) else Features.as_given(part))
-        answers.append(scores.argmax(1).numpy())
-    return np.concatenate(answers)
+        classes.append(scores.argmax(1).numpy())
+    return np.concatenate(classes)
 
 
 def _right(
     model: nn.Module, features: NDArray[np.float16], labels: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    return _answers(model, features) == labels
+    return answers(model, features) == labels
 
 
 def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:

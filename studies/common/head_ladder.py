@@ -16,19 +16,18 @@ from tqdm.auto import tqdm
 
 import tcnn_probe
 from common.pretrained import Network
+from common.stepwise import take_steps
+from tcnn_model import convolve, parameter_groups
 from tcnn_probe import Attention
 
 __all__ = [
-    "BATCH",
     "RUNGS",
     "Correlation",
     "attention_deviation",
-    "choose",
     "correlation",
     "curves",
     "lost_shares",
-    "over_all",
-    "relative_change",
+    "trained_convolutions",
     "within_blocks",
 ]
 
@@ -127,7 +126,7 @@ def curves(
         absolute), dims (mode, order, seed, fraction, image). The one order of "shares" and
         "deviation" is at seed 0.
     """
-    whole = _outputs(network, evaluated)
+    whole = _features_and_maps(network, evaluated)
     runs = [
         (mode, order, number, fraction)
         for mode in RUNGS
@@ -149,7 +148,7 @@ def curves(
         selection = choose(heads, mode, order, fraction, seed + number)
         given = {} if mode in ("uniform", "zero") else {"images": list(fit.split(BATCH))}
         with tcnn_probe.ablate(network.features, selection, mode, **given):
-            measured = _changes(_outputs(network, evaluated), whole)
+            measured = _changes(_features_and_maps(network, evaluated), whole)
         for name, values in measured.items():
             table = results.setdefault(
                 name, xr.DataArray(np.full(shape, np.nan), coords, list(coords))
@@ -176,11 +175,15 @@ def choose(heads: xr.Dataset, mode: str, order: str, fraction: float, seed: int)
 
 
 @torch.no_grad()
-def _outputs(network: Network, images: Tensor) -> dict[str, Tensor]:
-    features = torch.cat([network.features(batch) for batch in images.split(BATCH)])
-    outputs = {"features": features}
+def _outputs(model: nn.Module, images: Tensor) -> Tensor:
+    return torch.cat([model(batch) for batch in images.split(BATCH)])
+
+
+@torch.no_grad()
+def _features_and_maps(network: Network, images: Tensor) -> dict[str, Tensor]:
+    outputs = {"features": _outputs(network.features, images)}
     if network.decode is not None:
-        outputs["map"] = network.decode(features)
+        outputs["map"] = network.decode(outputs["features"])
     return outputs
 
 
@@ -281,3 +284,66 @@ def correlation(
     known = value[1:][np.isfinite(value[1:])]
     low, high = np.quantile(known, [0.025, 0.975]) if known.size else (np.nan, np.nan)
     return Correlation(float(value[0]), float(low), float(high), int(heads.flat[0]))
+
+
+def trained_convolutions(
+    network: Network,
+    heads: xr.Dataset,
+    fit: Tensor,
+    evaluated: Tensor,
+    training: Tensor,
+    *,
+    steps: int,
+    lr: float = 1e-5,
+    batch: int = 4,
+) -> xr.Dataset:
+    """Make half of the heads convolutions, by two choices,
+    and train the model to give the features that it gave before.
+
+    Args:
+        network: Network, which stays as it is.
+        heads: Result of ``lost_shares``, with ``deviation``.
+        fit, evaluated, training: Images for the kernels, for the change of the features, and for
+            the training, all different.
+        steps: Number of steps of AdamW.
+        lr, batch: Learning rate at the start, which falls to zero by a cosine, and batch size.
+
+    Returns:
+        ``change`` of the features of each evaluated image, dims (order, trained, image).
+    """
+    orders = ORDERS[:2]
+    kernels = tcnn_probe.head_kernels(network.features, list(fit.split(BATCH)))
+    whole = _outputs(network.features, evaluated)
+    changes = []
+    for order in orders:
+        chosen = choose(heads, "convolutional", order, 1 / 2, 0)
+        model = convolve(network.features, kernels.where(chosen)).eval()
+        changes.append(relative_change(_outputs(model, evaluated), whole))
+        _freeze_unused(model, training[:1])
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr, weight_decay=0))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        generator = torch.Generator().manual_seed(0)
+        batches = (
+            (training[torch.randint(len(training), (batch,), generator=generator)],)
+            for _ in tqdm(range(steps), f"training, {order}", disable=None)
+        )
+
+        def loss_of(images: Tensor, model: nn.Module = model) -> Tensor:
+            return (model(images) - _outputs(network.features, images)).square().mean()
+
+        take_steps(optimizer, batches, loss_of, after=lambda *_, by=schedule: by.step())
+        changes.append(relative_change(_outputs(model, evaluated), whole))
+    values = np.stack(changes).reshape(len(orders), 2, len(evaluated))
+    coords = {"order": list(orders), "trained": [False, True]}
+    return xr.Dataset({"change": (("order", "trained", "image"), values)}, coords)
+
+
+def _freeze_unused(model: nn.Module, images: Tensor) -> None:
+    """Freeze parameters that features of patches do not depend on,
+    such as those of the class token's last queries.
+    """
+    model(images).square().mean().backward()
+    for parameter in model.parameters():
+        is_used = parameter.grad is not None and bool(parameter.grad.any())
+        parameter.requires_grad_(is_used)
+    model.zero_grad()

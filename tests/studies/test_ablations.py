@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import ablations
-from common import plain_trainings
+from common import stepwise
 
 
 def test_a_token_before_the_first_block_gives_timms_model() -> None:
@@ -114,7 +114,7 @@ def test_layer_scales_start_as_their_names_say(
 ) -> None:
     images = torch.randn(96, 1, 8, 8)
     labels = torch.arange(96) % 10
-    monkeypatch.setattr(plain_trainings, "plain_digits", lambda training: (images, labels))
+    monkeypatch.setattr(stepwise, "plain_digits", lambda training: (images, labels))
     variants = ablations.TABLES["LayerScale"]
     models: dict[str, Any] = {}
     begin, end = {}, {}
@@ -122,7 +122,7 @@ def test_layer_scales_start_as_their_names_say(
         torch.manual_seed(0)
         models[name] = build(models)
         begin[name] = scales(models[name])
-        plain_trainings.fit(models[name], epochs=1, seed=0)
+        stepwise.fit(models[name], epochs=1, seed=0)
         end[name] = scales(models[name])
     assert len(begin["from 0.1"]) == 8
     for name, value in (

@@ -31,7 +31,7 @@ from common.crossed_intervals import (
 )
 from common.resnet20 import ResNet20, Tail, Trunk
 from common.small_images import SmallImages, views
-from common.small_trainings import order_of_images, rate_factor
+from common.stepwise import order_of_images, rate_factor
 from tcnn_model import GPSA, gpsa_layers
 
 

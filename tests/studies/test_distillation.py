@@ -11,7 +11,7 @@ import torch
 import xarray as xr
 
 import distillation
-from common import plain_trainings
+from common import stepwise
 
 
 def log_softmax(row: list[float], temperature: float) -> list[float]:
@@ -78,8 +78,8 @@ def test_the_second_token_learns_from_the_teacher(
     """
     images = torch.randn(96, 1, 8, 8)
     labels = torch.zeros(96, dtype=torch.long)
-    monkeypatch.setattr(plain_trainings, "plain_digits", lambda training: (images, labels))
-    monkeypatch.setattr(plain_trainings, "LR", 0.02)
+    monkeypatch.setattr(stepwise, "plain_digits", lambda training: (images, labels))
+    monkeypatch.setattr(stepwise, "LR", 0.02)
 
     def teacher(batch: torch.Tensor) -> torch.Tensor:
         return 20.0 * torch.eye(10)[[4] * len(batch)]

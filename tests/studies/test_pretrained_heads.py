@@ -12,13 +12,13 @@ import xarray as xr
 from PIL import Image
 from scipy.stats import spearmanr
 
-from common.convolved_training import trained_convolutions
 from common.ending import InputError
 from common.head_ladder import (
     attention_deviation,
     choose,
     correlation,
     lost_shares,
+    trained_convolutions,
     within_blocks,
 )
 from common.pretrained import load_network, load_photographs
