@@ -247,16 +247,6 @@ def test_a_misspelt_name_is_answered_with_a_suggestion() -> None:
         _ = tcnn_probe.zzz
 
 
-def test_folders_that_the_documents_name_need_no_import() -> None:
-    """What another of them imports comes before it,
-    so that no import but its own could bring it.
-    """
-    folders = ("images", "heads", "probes", "attribution")
-    program = f"import tcnn_probe as p; print(*(getattr(p, n).__name__ for n in {folders}))"
-    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert printed.split() == [f"tcnn_probe.{folder}" for folder in folders]
-
-
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [
         f
@@ -312,7 +302,9 @@ for name in tcnn_model.__all__:
 
 for name in beside:
     del sys.modules[name]
-import tcnn_probe.heads
+# What another of these folders imports comes before it, so that only its own import can bring it.
+for name in ("images", "heads", "probes", "attribution"):
+    assert getattr(tcnn_probe, name).__name__ == f"tcnn_probe.{name}"
 for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
     for name in package.__all__:
         getattr(package, name)
@@ -321,7 +313,7 @@ for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
 
 def test_public_names_need_no_optional_dependency() -> None:
     """``tcnn_model`` needs only torch and timm,
-    and the probe's public names need no optional package.
+    the probe's public names need no optional package, and its folders no import.
 
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to
     find_spec, which is what torch asks about Triton.
