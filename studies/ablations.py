@@ -50,26 +50,13 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
-from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
-from common.options import (
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
-from common.stepwise import (
-    SHAPE,
-    accuracy,
-    all_learned,
-    decisions,
-    fit,
-    widened,
-)
-from tcnn_probe.evaluation import mean_interval
+from common.models import widened
+from common.option_table import SEED_OPTION, small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish
+from common.stepwise import SHAPE, accuracy, decisions, digits_learned, fit
+from common.verdicts import compared
 from tcnn_probe.plot import OKABE_ITO
 
 DEPTH, HEADS = 4, 3
@@ -88,9 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput.from_args(args, "ablations")
     results = output.by_seed(args, lambda seed: measure_seed(seed, args.epochs))
     output.save(results)
-    draw(results.top1).savefig(output.figure, dpi=200)
-    print(table(results.top1))
-    output.print_files()
+    output.show(draw(results.top1), table(results.top1))
     return finish(check(results.top1), "digits")
 
 
@@ -370,20 +355,15 @@ def table(top1: xr.DataArray) -> str:
         lines.append(f"\n{title}\n  {first:26}{float(reference.mean()):.3f}")
         for name in variants:
             values = top1.sel(variant=name)
-            low, high = mean_interval(values - reference, "seed").values.tolist()
-            mean = float((values - reference).mean())
-            verdict = side_of_zero((low, high), "better", "worse")
-            lines.append(
-                f"  {name:26}{float(values.mean()):.3f}   {mean:+.3f} "
-                f"[{low:+.3f}, {high:+.3f}] {verdict}"
-            )
+            difference = compared(values - reference, "seed", "better", "worse")
+            lines.append(f"  {name:26}{float(values.mean()):.3f}   {difference}")
     return "\n".join(lines)
 
 
 def check(top1: xr.DataArray) -> bool:
     """Return whether all networks learned, and a ResMLP needs patches that communicate."""
     worst = top1.min("seed")
-    has_learned = all_learned(
+    has_learned = digits_learned(
         (str(name), float(worst.sel(variant=name))) for name in worst.variant.values
     )
     matrix, nothing = (float(top1.sel(variant=name).mean()) for name in (MATRIX, SEPARATE))
@@ -397,17 +377,13 @@ def check(top1: xr.DataArray) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=from_least(1), help="epochs of each network (default: 6)")
-    group.add_argument("--seeds", type=from_least(1), help="trainings of each network (default: 5)")
-    add_seed(group, small="1 seed, 2 epochs")
-    add_output(parser)
-    args = parsed(parser, arguments, "ablations")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 2})
-    fill_in(args, {"seeds": 5, "epochs": 6})
-    return args
+    options = [
+        Option("--epochs", "epochs of each network", from_least(1), 6, small=2),
+        Option("--seeds", "trainings of each network", from_least(1), 5, small=1),
+        SEED_OPTION,
+        small_option("1 seed, 2 epochs"),
+    ]
+    return parse_options(__doc__, "ablations", arguments, {"training": options})
 
 
 if __name__ == "__main__":

@@ -39,12 +39,13 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters
 from common.models import SMALL_RESNETS
-from common.options import add_output, fill_in, parsed, study_parser
+from common.option_table import training_options
+from common.options import Option, need_model, parse_options
+from common.output import InputError, ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import all_learned
 from tcnn_model import reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Load all CNNs first, so that one that cannot be used is refused before hours of training.
     first_args, *further_args = (args_of(name, args) for name in args.models)
-    first = begin("architectures", first_args, stages=4)
+    first = begin("architectures", first_args)
     studies = [first, *(first.with_cnn(further) for further in further_args)]
 
     # Train each CNN, fine-tune it in three ways, and measure the cost of the models.
@@ -80,9 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores["images"] = len(first.validation)
 
     first.output.save(scores)
-    draw(scores).savefig(first.output.figure, dpi=200)
-    print(table(scores))
-    first.output.print_files()
+    first.output.show(draw(scores), table(scores))
     return finish(check(scores, first.chance), args.data)
 
 
@@ -100,21 +99,22 @@ def measure(study: Study, name: str) -> xr.Dataset:
     of the three models fine-tuned from it, (architecture, model).
     """
     slug = name.lower().replace(" ", "-")
-    cnn = study.cnn
+    cnn = study.model
     study.train_cnn(f"cnn={slug}", f"training the {name}")
 
     # They show the effect of longer training, that of the finer grid besides, and that of attention
     # besides.
     torch.manual_seed(study.args.seed)
-    control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
-    runs = {
-        CONTROL: study.finetune(control, f"control={slug}", f"{name}: {CONTROL}"),
-        UNSTRIDED: study.finetune(unstrided, f"unstrided={slug}", f"{name}: {UNSTRIDED}"),
-        TCNN: study.finetune(tcnn, f"tcnn={slug}", f"{name}: {TCNN}"),
+    models = {
+        CNN: cnn,
+        CONTROL: copy.deepcopy(cnn),
+        UNSTRIDED: unstride(cnn),
+        TCNN: reparameterize(cnn),
     }
-    top1 = {model: [result.top1 for result in results] for model, results in runs.items()}
-
-    models = {CNN: cnn, CONTROL: control, UNSTRIDED: unstrided, TCNN: tcnn}
+    runs = [
+        study.finetune(models[model], f"{file}={slug}", f"{name}: {model}")
+        for model, file in ((CONTROL, "control"), (UNSTRIDED, "unstrided"), (TCNN, "tcnn"))
+    ]
     image, _ = study.validation[0]
     scores = evaluation.cost(
         models,
@@ -125,8 +125,7 @@ def measure(study: Study, name: str) -> xr.Dataset:
         progress=False,
     )
     # At epoch 0 the control is the CNN.
-    ends = [top1[CONTROL][0], *(curve[-1] for curve in top1.values())]
-    scores["top1"] = "model", ends
+    scores["top1"] = "model", [runs[0][0].top1, *(results[-1].top1 for results in runs)]
     return scores.expand_dims(architecture=[name])
 
 
@@ -169,14 +168,13 @@ def draw(scores: xr.Dataset) -> Figure:
         title="gain and time",
     )
     a.legend(
-        frameon=False,
         ncols=3,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.08),
         fontsize=8,
         handlelength=1,
     )
-    b.legend(frameon=False)
+    b.legend()
     for panel in (a, b):
         panel.axhline(0, color="0.8", lw=1, zorder=0)
     add_letters([a, b])
@@ -224,42 +222,40 @@ def table(scores: xr.Dataset) -> str:
 def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
     lowest = scores.top1.min("architecture")
-    have_learned = [
-        learned(str(arm), float(lowest.sel(model=arm)), int(scores.images), chance)
-        for arm in scores.model.values
-    ]
+    ends = zip(lowest.model.values, lowest.values, strict=True)
+    have_learned = all_learned(ends, int(scores.images), chance)
     ratio = scores.multiply_adds.sel(model=TCNN) / scores.multiply_adds.sel(model=CNN)
     needs_more = bool((ratio > 1).all())
     verdict = "more" if needs_more else "NOT more"
     times = ", ".join(f"{value:.2f}" for value in ratio.values)
     print(f"check: T-CNNs need {verdict} multiply-adds than their CNNs: {times} times")
-    return all(have_learned) and needs_more
+    return have_learned and needs_more
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="1 architecture, 4 epochs, 15 seconds")
-    add = parser.add_argument_group("architectures").add_argument
-    add(
+    small = list(SMALL_RESNETS)
+    models = Option(
         "--models",
-        nargs="+",
-        help=f"timm names of CNNs (default: {', '.join(SMALL_RESNETS)}, small, for the digits)",
+        f"timm names of CNNs (default: {', '.join(small)}, small, for the digits)",
+        default=small,
+        small=small[2:],
     )
-    add_output(parser)
-    args = parsed(parser, arguments, "architectures")
+    groups = {
+        **training_options("1 architecture, 4 epochs, 15 seconds"),
+        "architectures": [models],
+    }
+    return parse_options(__doc__, "architectures", arguments, groups, models_not_model)
+
+
+def models_not_model(args: argparse.Namespace) -> None:
+    """Refuse ``--model``, in whose place ``--models`` stands here."""
     if args.model is not None:
-        parser.error(
+        raise InputError(
             "--model: here --models takes one or more names, such as --models resnet50d resnetrs50"
         )
-    if args.models is not None:
-        # The checks that all studies share look at --model.
-        args.model = args.models[0]
-    settle(parser, args)
-    args.model = None
-    small = list(SMALL_RESNETS)
-    fill_in(args, {"models": small[2:] if args.small else small})
-    return args
+    if args.models is None:
+        need_model(args)
 
 
 if __name__ == "__main__":

@@ -41,23 +41,26 @@ On your own model and images, as the papers did on ImageNet with a GPU:
 import argparse
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
-from common.ending import ended, finish
-from common.gpsa_maps import maps_of, open_images
-from common.options import add_output, from_least, image_file, parsed, study_parser
+from common.digits import MEAN, STD, ClutteredDigits
+from common.option_table import training_options
+from common.options import Option, from_least, image_file, need_model, parse_options
+from common.output import InputError, ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
-from tcnn_model import reparameterize
+from tcnn_model import GPSA, gpsa_layers, reparameterize
+from tcnn_model.pictures import read_picture
 
 COLUMNS = 13  # heads beside each other
 
@@ -67,8 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN, the digits, and the images whose attention is drawn.
-    later = ("epoch", "query", "image", "images")
-    study = begin("attention_maps", args, stages=2, later=later)
+    study = begin("attention_maps", args, later=("epoch", "query", "image", "images"))
     images, names = open_or_pick_images(args, study)
 
     # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch
@@ -76,17 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
     if not weights_file(study, args.epochs).exists():
         study.train_cnn()
         torch.manual_seed(args.seed)  # for the new queries and keys
-        tcnn = reparameterize(study.cnn)
-        store = study.output.beside("_recording.zarr")
-        with tcnn_probe.record(tcnn, store) as recorder:
-            for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-                # A resumed run has marked its first epochs, and has their weights.
-                recorder.mark(if_marked="skip", **asdict(result))
-                save_weights(tcnn, weights_file(study, result.epoch))
+        tcnn = reparameterize(study.model)
+        study.record(
+            tcnn,
+            study.output.beside("_recording.zarr"),
+            "tcnn",
+            "the T-CNN",
+            after_epoch=lambda result: save_weights(tcnn, weights_file(study, result.epoch)),
+        )
 
     # Look through the heads of the epochs that are asked for; the check needs the first and the
     # last.
-    tcnn = reparameterize(study.cnn).to(args.device)
+    tcnn = reparameterize(study.model).to(args.device)
     by_epoch = []
     for epoch in sorted({0, *args.epoch, args.epochs}):
         file = weights_file(study, epoch)
@@ -96,9 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     maps = describe(xr.concat(by_epoch, "epoch"), args.query, names)
 
     study.output.save(maps)
-    draw(maps, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
-    print(head_table(maps))
-    study.output.print_files()
+    figure = draw(maps, images, args.query, args.epoch)
+    study.output.show(figure, head_table(maps), dpi=150)
     return finish(check(maps), args.data)
 
 
@@ -139,11 +141,11 @@ def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.D
         "outside": ("1", "attention on zero padding; with it a map sums to one"),
         "peak_y": (
             "pixel",
-            "the key with the most attention, padding included, relative to the query",
+            "the key on the image with the most attention, relative to the query",
         ),
         "peak_x": (
             "pixel",
-            "the key with the most attention, padding included, relative to the query",
+            "the key on the image with the most attention, relative to the query",
         ),
         "gate": ("1", "sigma(lambda), share of positional attention"),
         "center_y": (
@@ -234,8 +236,9 @@ def check(maps: xr.Dataset) -> bool:
     """
     start = maps.isel(epoch=0)
     far = np.fmax(abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x))
-    # Taps lie on whole pixels, so a peak more than half a pixel away is not at the head's tap.
-    count = int((far > 0.5).any("image").sum())
+    # Taps lie on whole pixels, so a peak more than half a pixel away is not at the head's tap. Taps
+    # on zero padding are not in the maps.
+    count = int(((far > 0.5) & tap_on_image(start)).any("image").sum())
     heads = int(start.gate.notnull().sum())
     verdict = (
         "every head looks most at its tap"
@@ -261,46 +264,39 @@ def check(maps: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 10 seconds")
-    add = parser.add_argument_group("maps; these may change with --resume").add_argument
-    add(
-        "--epoch",
-        type=from_least(0),
-        nargs="+",
-        metavar="N",
-        help="epochs to draw; 0 is before fine-tuning (default: the last)",
-    )
-    add(
-        "--query",
-        type=pixel,
-        metavar="Y,X",
-        help="pixel of the images whose attention is drawn (default: the middle)",
-    )
-    add(
-        "--image",
-        type=image_file,
-        nargs="+",
-        metavar="FILE",
-        help="your own images (default: some validation images)",
-    )
-    add(
-        "--images",
-        type=from_least(1),
-        default=2,
-        help="number of validation images (default: 2)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "attention_maps")
-    settle(parser, args)
-    args.epoch = [args.epochs] if args.epoch is None else args.epoch
+    maps = [
+        Option(
+            "--epoch",
+            "epochs to draw; 0 is before fine-tuning (default: the last)",
+            from_least(0),
+            lambda args: [args.epochs],
+            nargs="+",
+        ),
+        Option(
+            "--query",
+            "pixel of the images whose attention is drawn (default: the middle)",
+            pixel,
+            lambda args: (args.img_size // 2,) * 2,
+        ),
+        Option(
+            "--image",
+            "your own images (default: some validation images)",
+            image_file,
+            nargs="+",
+        ),
+        Option("--images", "number of validation images", from_least(1), 2),
+    ]
+    groups = {
+        **training_options("4 epochs, 10 seconds"),
+        "maps; these may change with --resume": maps,
+    }
+    args = parse_options(__doc__, "attention_maps", arguments, groups, need_model)
     if wrong := [epoch for epoch in args.epoch if not 0 <= epoch <= args.epochs]:
-        parser.error(
+        raise InputError(
             f"--epoch: expected 0 to {args.epochs}, the epochs of fine-tuning, got {wrong[0]}"
         )
-    args.query = (args.img_size // 2,) * 2 if args.query is None else args.query
     if not all(0 <= at < args.img_size for at in args.query):
-        parser.error(
+        raise InputError(
             f"--query: expected a pixel inside {args.img_size} x {args.img_size}, got {args.query}"
         )
     return args
@@ -310,6 +306,93 @@ def pixel(text: str) -> tuple[int, int]:
     """Parse two integers, as Y,X."""
     y, x = text.split(",")
     return int(y), int(x)
+
+
+def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Dataset:
+    """Return the attention of every head of every GPSA layer for the query at a pixel of the input.
+
+    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are not in
+    the maps. Where layers differ in heads or in size, missing entries are NaN.
+
+    Args:
+        model: Model.
+        images: Images of shape (B, C, H, W), as the model takes them.
+        query: Pixel (y, x) of the images.
+
+    Returns:
+        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), the attention on
+        padding; ``peak_y`` and ``peak_x`` (image, layer, head), the position relative to the query
+        of the key on the image with the most attention; ``gate``, ``center_y`` and ``center_x``
+        (layer, head); ``query_y`` and ``query_x`` (layer), the position of the query in the map.
+    """
+    layers = gpsa_layers(model)
+    tree = tcnn_probe.attention_maps(model, images, progress=False)
+    by_layer = {
+        name: of_layer(layers[name], grid.dataset.sel(layer=name), query, images.shape[2:])
+        for grid in tree.children.values()
+        for name in grid.layer.values
+    }
+    names = xr.Variable("layer", np.array(list(layers), dtype=object))
+    maps = xr.concat([by_layer[name] for name in layers], names, join="outer")
+    return maps.transpose("image", "layer", "head", "y", "x")
+
+
+def of_layer(
+    layer: GPSA, maps: xr.Dataset, query: tuple[int, int], size: Sequence[int]
+) -> xr.Dataset:
+    """Return the dataset of :func:`maps_of` for one layer.
+
+    Args:
+        layer: Layer.
+        maps: Its ``attention`` (image, head, query_y, query_x, y, x) and ``gate``.
+        query: Pixel (y, x) of the images.
+        size: Height and width of the images.
+    """
+    axes = dict(zip("yx", layer.axes(maps.sizes["y"], maps.sizes["x"]), strict=True))
+    # Row and column of the query whose cell of the image contains the pixel.
+    cells = {
+        f"query_{name}": pixel * axes[name].queries // length
+        for name, pixel, length in zip("yx", query, size, strict=True)
+    }
+    attention = maps.attention.isel(cells).astype(float)
+    peak = attention.argmax(["y", "x"])
+    center = dict(zip("yx", layer.center.detach().cpu().double().T.numpy(), strict=True))
+    parts = {"attention": attention, "outside": 1 - attention.sum(["y", "x"]), "gate": maps.gate}
+    for name, axis in axes.items():
+        # Position of the query among the keys, from which peaks and centres of heads are counted.
+        place = axis.first_query + cells[f"query_{name}"] * axis.stride
+        parts |= {f"query_{name}": place, f"center_{name}": ("head", center[name])}
+        parts[f"peak_{name}"] = (peak[name] - place).astype(float)
+    coords = {name: range(maps.sizes[name]) for name in ("image", "head", "y", "x")}
+    return xr.Dataset(parts).reset_coords(drop=True).assign_coords(coords)
+
+
+def tap_on_image(maps: xr.Dataset) -> xr.DataArray:
+    """Return whether the centre of a head lies on the image, for this query; (layer, head)."""
+    exists = maps.attention.isel(image=0).notnull()
+    height, width = exists.any("x").sum("y"), exists.any("y").sum("x")
+    tap_y, tap_x = maps.query_y + maps.center_y, maps.query_x + maps.center_x
+    return (tap_y >= 0) & (tap_y < height) & (tap_x >= 0) & (tap_x < width)
+
+
+def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
+    """Return the images of files, (B, C, H, W),
+    prepared in the same way as those of the validation set.
+
+    Raises:
+        OSError: A file is missing, or is not an image.
+    """
+    opened = [read_picture(file) for file in files]
+    if not isinstance(dataset, ClutteredDigits):
+        return torch.stack([dataset.transform(image) for image in opened])
+    pixels = [
+        np.asarray(
+            image.convert("L").resize((size, size), Image.Resampling.BILINEAR),
+            dtype=np.float32,
+        )
+        for image in opened
+    ]
+    return (torch.from_numpy(np.stack(pixels))[:, None] / 255 - MEAN) / STD
 
 
 if __name__ == "__main__":

@@ -47,11 +47,14 @@ from timm.models.xcit import ConvPatchEmbed
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish
-from common.options import from_least, study_parser
+from common.data import probed_images
+from common.option_table import single_model_options
+from common.options import Option, check_single, from_least, parse_options
+from common.output import ended, finish
 from common.saliency_scores import on_object
-from common.single_model import SingleModel, begin_single, parse_single
-from tcnn_probe import evaluation
+from common.training import Study, begin_single
+from common.verdicts import with_interval
+from tcnn_probe.evaluation import mean_interval
 
 LIKELY = 0.1
 """Classes above this probability are named (thesis, Fig. 3.10)."""
@@ -60,19 +63,18 @@ LIKELY = 0.1
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    run = begin_single("cait_attention", args, small_cait, before=only_cait)
+    study = begin_single("cait_attention", args, small_cait, before=only_cait)
     if args.model:
-        maps = class_attention(run.model, run.images)
+        maps = class_attention(study.model, study.images)
     else:
-        *_, last = run.train(run.model, "cait", "a CaiT")
-        probed = run.probed(args.images)
-        maps = class_attention(run.model, probed.images).assign(top1=last.top1)
+        *_, last = study.finetune(study.model, "cait", "a CaiT")
+        probed = probed_images(study.validation, args.images)
+        maps = class_attention(study.model, probed.images).assign(top1=last.top1)
         maps["on_digit"], maps["even"] = on_object(maps.class_attention, probed.masks)
-    run.output.save(maps)
-    draw(maps.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
-    run.output.print_files()
+    study.output.save(maps)
+    study.output.show(draw(maps.isel(image=slice(args.show))))
     # There are no masks to check a pretrained model against.
-    passed = args.model is not None or check(maps, run)
+    passed = args.model is not None or check(maps, study)
     return finish(passed, args.model or "digits")
 
 
@@ -199,51 +201,36 @@ def likely(probabilities: np.ndarray) -> list[str]:
     return lines
 
 
-def check(maps: xr.Dataset, run: SingleModel) -> bool:
+def check(maps: xr.Dataset, study: Study) -> bool:
     """Return whether the model learned, and its first class-attention layer prefers the digit;
     print both shares.
     """
-    has_learned = run.learned("the CaiT", float(maps.top1))
+    has_learned = study.learned("the CaiT", float(maps.top1))
     layers = maps.on_digit.mean("head").transpose("layer", "image")
     # Gains are taken image by image, since objects differ in size.
     gains = layers - maps.even
-    low, high = evaluation.mean_interval(gains[0]).values
+    low, high = mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"
     print(
         f"check: the first class-attention layer looks at the strokes {verdict} than even "
         f"attention: share {float(layers[0].mean()):.3f}, even {float(maps.even.mean()):.3f}, by "
         f"{low:+.3f} to {high:+.3f}"
     )
-    first, second = layers[0], layers[1]
-    bounds = evaluation.mean_interval(first - second).values
-    print(
-        f"the second: {float(second.mean()):.3f}; first less second "
-        f"{float((first - second).mean()):+.3f} [{bounds[0]:+.3f}, {bounds[1]:+.3f}]"
-    )
+    difference = with_interval(layers[0] - layers[1])
+    print(f"the second: {float(layers[1].mean()):.3f}; first less second {difference}")
     return bool(has_learned and low > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    add = parser.add_argument_group("maps").add_argument
-    add(
-        "--images",
-        type=from_least(2),
-        default=100,
-        help="validation scenes to look at (default: 100)",
-    )
-    add("--show", type=from_least(1), default=4, help="images to draw (default: 4)")
-    return parse_single(
-        parser,
-        arguments,
-        "cait_attention",
-        example="cait_xxs24_224",
-        lr=3e-3,
-        epochs=15,
-        small_epochs=5,
-        size=48,
-    )
+    groups = {
+        "maps": [
+            Option("--images", "validation scenes to look at", from_least(2), 100),
+            Option("--show", "images to draw", from_least(1), 4),
+        ],
+        **single_model_options("cait_xxs24_224", 3e-3, (15, 5), size=48),
+    }
+    return parse_options(__doc__, "cait_attention", arguments, groups, check_single)
 
 
 if __name__ == "__main__":

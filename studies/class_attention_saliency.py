@@ -56,8 +56,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,39 +66,33 @@ from timm.utils import freeze
 from torch import nn
 
 import tcnn_probe
-from common.data import (
-    Loaders,
-    Probed,
-    boxed_images,
-    chance,
-    digits_loaders,
-    own_model_and_data,
-    probed_images,
-)
-from common.ending import ended, finish, learned, refused
+from common.data import Loaders, boxed_images, chance, own_model_and_data, probed_images
 from common.models import small_patchconvnet, small_resnet
-from common.options import (
-    add_data,
-    add_machine,
-    add_output,
-    check_data_options,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
+from common.option_table import (
+    AUGMENT_OPTION,
+    SEED_OPTION,
+    changed,
+    device_option,
+    machine_options,
+    model_options,
+    small_option,
 )
-from common.output import RunOutput, write_whole
-from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
-from common.saliency_report import report, several_heads
+from common.options import Option, from_least, parse_options, positive_number
+from common.output import InputError, RunOutput, ended, finish, refused
+from common.saliency_report import (
+    draw_by_class,
+    draw_faithfulness,
+    draw_maps,
+    report,
+    several_heads,
+)
 from common.saliency_scores import logits, score, usable_methods
-from common.training import warmup
-from common.training_options import add_augment, settle_augment
+from common.training import Study, small_loaders
+from common.verdicts import learned
 from tcnn_model import (
     AttentionPool2d,
     EpochResult,
     add_attention_pool,
-    finetune,
     specialize,
 )
 from tcnn_probe import evaluation
@@ -118,9 +111,37 @@ class Run:
     probed: bool = True
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """Changes of the recipe of the command line."""
+        return {"epochs": self.epochs, "lr": self.lr}
+
+    @property
     def slug(self) -> str:
         """Name for files."""
         return self.name.lower().replace(",", "").replace(" ", "_").replace("/", "_")
+
+
+@dataclass(frozen=True)
+class SaliencyStudy(Study):
+    """Study whose models are trained, or explained as they are if their run has no epochs.
+
+    Args:
+        probed: Images to explain.
+    """
+
+    probed: Any = None
+
+    def _train(
+        self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any
+    ) -> Iterator[EpochResult]:
+        if epochs:
+            yield from super()._train(model, file, title, epochs=epochs, **recipe)
+            return
+        # The model is in eval mode, in which a recorder takes forward passes as validation.
+        answers = logits(model.eval(), self.probed, self.args)
+        loss = float(F.cross_entropy(answers, self.probed.labels))
+        top1 = float((answers.argmax(1) == self.probed.labels).float().mean())
+        yield EpochResult(0, math.nan, math.nan, loss, top1, math.nan)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,107 +157,70 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             probed = probed_images(validation, args.images)
         output = RunOutput.from_args(args, "class_attention_saliency")
+    study = SaliencyStudy(args, None, output, loaders, probed=probed)
 
     # Train each model, record its class attention, and score saliency by every method.
     models: dict[str, nn.Module] = {}
     scores: dict[str, xr.Dataset] = {}
-    for number, run in enumerate(runs, 1):
+    for run in runs:
         torch.manual_seed(args.seed)
         model = models[run.name] = run.make(models).to(args.device)
-        title = f"{number}/{len(runs)} {run.name}"
-        results = train(run, model, title, loaders, probed, output, args)
         if run.probed:
-            scores[run.name] = record(run, model, results, probed, output, args)
+            scores[run.name] = train_and_score(study, run, model)
         else:
-            list(results)  # train to the end
+            study.finetune(model, run.slug, run.name, **run.recipe)
     tree = xr.DataTree.from_dict(scores)
     output.save(tree)
 
-    shown = min(args.show, len(probed.images))
-    draw_faithfulness(tree).savefig(output.figure, dpi=200)
-    draw_maps(tree, probed, shown).savefig(output.beside("_maps.png"), dpi=200)
-    files = [output.store, output.figure, output.beside("_maps.png")]
+    count = min(args.show, len(probed.images))
+    files = [output.beside("_maps.png")]
+    draw_maps(tree, probed, count).savefig(files[0], dpi=200)
     for run in runs:
         # Photographs of --boxes are not validation images, so nothing is recorded of them.
         if run.probed and probed.numbers and attends_by_class(models[run.name]):
             files.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
-            figure = draw_by_class(recording, scores[run.name], probed, shown)
+            figure = draw_by_class(recording, scores[run.name], probed, count)
             figure.savefig(files[-1], dpi=200)
-    print(report(tree, args.tolerance))
-    print("wrote " + ", ".join(map(str, files)))
+    output.show(draw_faithfulness(tree), report(tree, args.tolerance), files=files)
     trained = (len(validation), chance(validation)) if args.epochs else None
     return finish(check(tree, trained), args.data)
 
 
-def train(
-    run: Run,
-    model: nn.Module,
-    title: str,
-    loaders: Loaders,
-    probed: Probed,
-    output: RunOutput,
-    args: argparse.Namespace,
-) -> Iterator[EpochResult]:
-    """Train the model and yield after each epoch;
-    without epochs, evaluate it on the probed images as it is.
-    """
-    if run.epochs:
-        with refused(ValueError):
-            yield from finetune(
-                model,
-                *loaders,
-                epochs=run.epochs,
-                lr=run.lr,
-                warmup_epochs=warmup(run.epochs),
-                checkpoint=output.checkpoints / f"{run.slug}.pt",
-                device=args.device,
-                amp=args.amp,
-                seed=args.seed,
-                name=title,
-            )
-        return
-    # The model is in eval mode, in which a recorder takes forward passes as validation.
-    answers = logits(model.eval(), probed, args)
-    loss = float(F.cross_entropy(answers, probed.labels))
-    top1 = float((answers.argmax(1) == probed.labels).float().mean())
-    yield EpochResult(0, math.nan, math.nan, loss, top1, math.nan)
-
-
-def record(
-    run: Run,
-    model: nn.Module,
-    results: Iterator[EpochResult],
-    probed: Probed,
-    output: RunOutput,
-    args: argparse.Namespace,
-) -> xr.Dataset:
+def train_and_score(study: SaliencyStudy, run: Run, model: nn.Module) -> xr.Dataset:
     """Record class attention while a model trains;
     return the scores of some epochs, (epoch, attribution, image).
     """
+    args, probed = study.args, study.probed
     # Heads are compared by their attention alone: gradients would take most of the time.
     compared = ["class_attention"] if args.heads else None
     methods = compared or usable_methods(model, probed.images[:1])
-    # Maps are kept of validation images, or of the probed images if the model is not trained.
-    numbers = probed.numbers if run.epochs else list(range(len(probed.images)))
-    recording: Any = nullcontext()
-    if "class_attention" in methods:
-        store = output.beside(f"_{run.slug}.zarr")
-        recording = tcnn_probe.record(model, store, images=numbers[: args.show])
     by_epoch = []
-    with recording as recorder:
-        for result in results:
-            if recorder is not None:
-                # A resumed run has marked its first epochs already.
-                recorder.mark(if_marked="skip", **asdict(result))
-            # Saliency takes longer than an epoch, so not every epoch is scored.
-            if result.epoch % args.every == 0 or result.epoch == run.epochs:
-                part = output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
-                if not part.exists():
-                    scores = score(model, methods, probed, args)
-                    scores["top1"] = result.top1
-                    write_whole(scores.expand_dims(epoch=[result.epoch]), part)
-                by_epoch.append(xr.open_zarr(part, consolidated=False).load())
+
+    def score_epoch(result: EpochResult) -> None:
+        # Saliency takes longer than an epoch, so not every epoch is scored.
+        if result.epoch % args.every == 0 or result.epoch == run.epochs:
+            part = f"{run.slug}-{result.epoch:04d}"
+            by_epoch.append(study.output.once(part, lambda: scores_of(result)))
+
+    def scores_of(result: EpochResult) -> xr.Dataset:
+        scores = score(model, methods, probed, args).assign(top1=result.top1)
+        return scores.expand_dims(epoch=[result.epoch])
+
+    if "class_attention" in methods:
+        # Maps are kept of validation images, or of the probed images if the model is not trained.
+        numbers = probed.numbers if run.epochs else list(range(len(probed.images)))
+        study.record(
+            model,
+            study.output.beside(f"_{run.slug}.zarr"),
+            run.slug,
+            run.name,
+            images=numbers[: args.show],
+            after_epoch=score_epoch,
+            **run.recipe,
+        )
+    else:
+        study.finetune(model, run.slug, run.name, after_epoch=score_epoch, **run.recipe)
     return xr.concat(by_epoch, "epoch", data_vars="all", combine_attrs="override")
 
 
@@ -280,56 +264,36 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     """Return the runs of small models on the digits;
     their lengths are in proportion to ``--epochs``.
     """
-    # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
-    torch.set_num_threads(1)
     size = args.img_size
-    loaders = digits_loaders(
-        size=size,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        limit=args.limit,
-        clutter=args.clutter,
-    )
+    loaders = small_loaders(args)
     # The ResNet learns before it is pooled in two ways; the PatchConvNet, before its classes get
     # tokens of their own.
     scale = args.epochs / 14
     before, pooling, by_class = (max(2, round(n * scale)) for n in (15, 7, 4))
     pool = {"init_values": 0.1, "input_size": (1, size, size)}
-    runs = [
-        Run("ResNet", lambda _: small_resnet(), before, 1e-2, probed=False),
-        Run(
-            "ResNet, average pooling",
-            lambda models: copy.deepcopy(models["ResNet"]),
-            pooling,
-            3e-3,
-        ),
-        Run(
-            "ResNet, attention pooling",
-            lambda models: add_attention_pool(models["ResNet"], **pool),
-            pooling,
-            3e-3,
-        ),
-        Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
-        Run(
-            "PatchConvNet, by class",
-            lambda models: specialize(models["PatchConvNet"]),
-            by_class,
-            2e-3,
-        ),
-    ]
+    resnet = Run("ResNet", lambda _: small_resnet(), before, 1e-2, probed=False)
+    averaged = Run(
+        "ResNet, average pooling", lambda models: copy.deepcopy(models["ResNet"]), pooling, 3e-3
+    )
+    attentive = Run(
+        "ResNet, attention pooling",
+        lambda models: add_attention_pool(models["ResNet"], **pool),
+        pooling,
+        3e-3,
+    )
+    patchconvnet = Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3)
+    by_class_tokens = Run(
+        "PatchConvNet, by class", lambda models: specialize(models["PatchConvNet"]), by_class, 2e-3
+    )
     if args.heads:
-
-        def with_heads(_: Models) -> nn.Module:
-            return small_patchconvnet(args.heads)
-
-        name = several_heads(args.heads)
         # The option compares these two models alone.
-        patchconvnet = next(run for run in runs if run.name == "PatchConvNet")
-        return [
+        several = replace(
             patchconvnet,
-            replace(patchconvnet, name=name, make=with_heads),
-        ], loaders
-    return runs, loaders
+            name=several_heads(args.heads),
+            make=lambda _: small_patchconvnet(args.heads),
+        )
+        return [patchconvnet, several], loaders
+    return [resnet, averaged, attentive, patchconvnet, by_class_tokens], loaders
 
 
 def with_attention_pool(model: nn.Module) -> nn.Module:
@@ -378,112 +342,93 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_data(
-        parser,
-        model="timm name of a model (default: small ones, for the digits)",
-        pretrained="timm's weights, or those in FILE",
-        img_size="height and width of the images of --data (default: the model's own)",
+    size = Option(
+        "--img-size",
+        "height and width of the images (default: 64; the model's own for --data)",
+        from_least(1),
+        64,
+        small=32,
+        data=None,
     )
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    epochs = (
-        "epochs of the PatchConvNet, others in proportion (default: 14); of fine-tuning on "
-        "--data (default: 0)"
+    models = model_options(
+        "timm name of a model (default: small ones, for the digits)",
+        "timm's weights, or those in FILE",
+        size,
     )
-    add("--epochs", type=from_least(0), help=epochs)
-    add("--batch-size", type=from_least(1), help="images per step (default: 32)")
-    add(
-        "--lr",
-        type=positive_number,
-        default=1e-4,
-        help="peak learning rate of fine-tuning on --data (default: 1e-4)",
-    )
-    add_augment(add)
-    add_machine(training, small="6 epochs, 20 seconds")
-    add(
-        "--heads",
-        type=int,
-        choices=(2, 4, 8, 16),
-        help="heads of the pooling of a PatchConvNet that is compared with one of a single head; "
-        "no other models",
-    )
-    add = parser.add_argument_group("saliency").add_argument
-    add(
-        "--images",
-        type=from_least(1),
-        help="validation images to explain, spread evenly (default: 48; 32 of --data)",
-    )
-    boxes = (
-        "photographs to explain instead: lines of file,left,top,right,bottom, "
-        "a box around the object (pointing game)"
-    )
-    add("--boxes", metavar="FILE", help=boxes)
-    add(
-        "--show",
-        type=from_least(1),
-        help="number of these that are drawn and recorded (default: 5)",
-    )
-    add(
-        "--every",
-        type=from_least(1),
-        help="epochs from one scoring of saliency to the next; the first and the last are scored "
-        "(default: 5)",
-    )
-    add(
-        "--steps",
-        type=from_least(1),
-        help="steps of deletion, insertion and integrated gradients (default: 12)",
-    )
-    add(
-        "--tolerance",
-        type=positive_number,
-        default=4.0,
-        help="tolerance of the pointing game, in pixels (default: 4)",
-    )
+    training = [
+        Option(
+            "--epochs",
+            "epochs of the PatchConvNet, others in proportion (default: 14); of fine-tuning on "
+            "--data (default: 0)",
+            from_least(0),
+            14,
+            small=6,
+            data=0,
+        ),
+        Option("--batch-size", "images per step", from_least(1), 32, small=16, data=32),
+        Option("--lr", "peak learning rate of fine-tuning on --data", positive_number, 1e-4),
+        AUGMENT_OPTION,
+        device_option(),
+        *machine_options(),
+        SEED_OPTION,
+        small_option("few small images without clutter, 6 epochs, 20 seconds", only="digits"),
+        Option(
+            "--heads",
+            "heads of the pooling of a PatchConvNet that is compared with one of a single head; no "
+            "other models",
+            int,
+            only="digits",
+            choices=(2, 4, 8, 16),
+        ),
+    ]
+    saliency = [
+        Option(
+            "--images",
+            "validation images to explain, spread evenly",
+            from_least(1),
+            48,
+            small=8,
+            data=32,
+        ),
+        Option(
+            "--boxes",
+            "photographs to explain instead: lines of file,left,top,right,bottom, a box around the "
+            "object (pointing game)",
+            only="data",
+        ),
+        Option("--show", "number of these that are drawn and recorded", from_least(1), 5, small=2),
+        Option(
+            "--every",
+            "epochs from one scoring of saliency to the next; the first and the last are scored "
+            "(default: 5)",
+            from_least(1),
+            5,
+            small=6,
+        ),
+        Option(
+            "--steps",
+            "steps of deletion, insertion and integrated gradients",
+            from_least(1),
+            12,
+            small=2,
+        ),
+        Option("--tolerance", "tolerance of the pointing game, in pixels", positive_number, 4.0),
+    ]
+    groups = {**changed(models, limit=(None, 400)), "training": training, "saliency": saliency}
+    args = parse_options(__doc__, "class_attention_saliency", arguments, groups, data_with_model)
+    if args.data == "digits" and not args.epochs:
+        raise InputError("--epochs 0 is for a trained model: --model and --pretrained")
+    return args
 
-    add_output(parser)
-    args = parsed(parser, arguments, "class_attention_saliency")
 
+def data_with_model(args: argparse.Namespace) -> None:
+    """Refuse images without a model, and the reverse: the digits have small models of their own."""
     digits = args.data == "digits"
-    # The digits have small models of their own.
     if digits == bool(args.model) or (digits and args.pretrained):
-        parser.error(
+        raise InputError(
             "--data and --model belong together, and --pretrained goes with them; without them the "
             "digits are used"
         )
-    if args.heads and not digits:
-        parser.error("--heads is for the small PatchConvNet of the digits")
-    if digits and args.boxes:
-        parser.error("--boxes is for photographs: --data and --model")
-    check_data_options(parser, args)
-    settle_augment(parser, args)
-    defaults = {
-        "img_size": 64,
-        "batch_size": 32,
-        "epochs": 14,
-        "clutter": 6,
-        "images": 48,
-        "every": 5,
-    }
-    if args.small:
-        defaults |= {
-            "img_size": 32,
-            "limit": 400,
-            "clutter": 0,
-            "batch_size": 16,
-            "epochs": 6,
-            "every": 6,
-        }
-        defaults |= {"images": 8, "show": 2, "steps": 2}
-    if not digits:
-        # A trained model is explained as it is.
-        defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
-    fill_in(args, defaults)
-    fill_in(args, {"show": 5, "steps": 12})
-    if digits and not args.epochs:
-        parser.error("--epochs 0 is for a trained model: --model and --pretrained")
-    return args
 
 
 if __name__ == "__main__":

@@ -56,24 +56,15 @@ from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
-from common.options import (
-    add_device,
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import SEED_OPTION, device_option, small_option
+from common.options import Option, from_least, parse_options, positive_number
+from common.output import RunOutput, ended, finish, seeds_of
+from common.verdicts import compared, learned
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_model.training.grafit import Grafit
 from tcnn_model.training.sources import open_sources
-from tcnn_probe import evaluation
 
 SHAPE = {
     "layers": [1, 1, 1, 1],
@@ -104,15 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "coarse_labels")
-    seeds = range(args.seed, args.seed + args.seeds)
-    trainings = [score_seed(args, output, seed) for seed in seeds]
+    trainings = [score_seed(args, output, seed) for seed in seeds_of(args)]
     scores = xr.concat(trainings, "training")
     output.save(scores)
-    draw(scores).savefig(output.figure, dpi=200)
     neighbours = draw_neighbours(scores.nearest.isel(training=0))
     neighbours.savefig(output.beside("_neighbours.png"), dpi=120)
-    print(table(scores))
-    output.print_files()
+    output.show(draw(scores), table(scores))
     return finish(check(scores), "digits")
 
 
@@ -310,7 +298,7 @@ def draw(scores: xr.Dataset) -> Figure:
         axes["D"].plot(curves.component, curves, color=color, lw=0.6)
         axes["D"].plot(curves.component, curves.mean("training"), color=color, lw=2, label=kind)
     axes["D"].set(xlabel="principal components", ylabel="share of the variance", xscale="log")
-    axes["D"].legend(frameon=False)
+    axes["D"].legend()
     add_letters(axes[letter] for letter in "ABCDE")
     return figure
 
@@ -394,17 +382,15 @@ def table(scores: xr.Dataset) -> str:
 
 def comparison(gain: xr.DataArray, words: str) -> str:
     """Return a difference with its interval over trainings and images, and a verdict."""
-    low, high = evaluation.mean_interval(gain, OVER).values
-    verdict = side_of_zero((low, high), "better", "WORSE")
-    return f"{words} {float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
+    return f"{words} {compared(gain, OVER, 'better', 'WORSE')}"
 
 
 def check(scores: xr.Dataset) -> bool:
     """Return whether each training learned even from odd."""
     worst = scores.top1.min("training")
     have_learned = [
-        learned(str(arm), float(worst.sel(arm=arm)), scores.sizes["image"], 0.5)
-        for arm in scores.arm.values
+        learned(arm, top1, scores.sizes["image"], 0.5)
+        for arm, top1 in zip(worst.arm.values, worst.values.tolist(), strict=True)
     ]
     print(
         f"check: {sum(have_learned)} of {len(have_learned)} kinds of training learned even from odd"
@@ -414,29 +400,16 @@ def check(scores: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    add = group.add_argument
-    add("--epochs", type=from_least(2), help="epochs of each training (default: 10)")
-    add("--lr", type=positive_number, help="peak learning rate of both (default: 0.008)")
-    add(
-        "--ema",
-        type=positive_number,
-        help="decay of Grafit's target network (default: 0.99)",
-    )
-    add(
-        "--seeds",
-        type=from_least(1),
-        help="trainings of each kind, from --seed on (default: 3)",
-    )
-    add_device(group)
-    add_seed(group, small="1 seed, 2 epochs, 10 seconds")
-    add_output(parser)
-    args = parsed(parser, arguments, "coarse_labels")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 2, "ema": 0.9})
-    fill_in(args, {"seeds": 3, "epochs": 10, "lr": 8e-3, "ema": 0.99})
-    return args
+    options = [
+        Option("--epochs", "epochs of each training", from_least(2), 10, small=2),
+        Option("--lr", "peak learning rate of both", positive_number, 8e-3),
+        Option("--ema", "decay of Grafit's target network", positive_number, 0.99, small=0.9),
+        Option("--seeds", "trainings of each kind, from --seed on", from_least(1), 3, small=1),
+        device_option(),
+        SEED_OPTION,
+        small_option("1 seed, 2 epochs, 10 seconds"),
+    ]
+    return parse_options(__doc__, "coarse_labels", arguments, {"training": options})
 
 
 if __name__ == "__main__":

@@ -49,21 +49,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.content_arms import ARMS
-from common.content_report import COLORS, MARGIN, tree_of
+from common.content_arms import ARMS, CPU_OPTION, PROTOCOL
+from common.content_report import COLORS, MARGIN, difference_by_seed, stacked, tree_of
 from common.content_runs import Run, train_and_measure
-from common.crossed_intervals import crossed_effect, holm, verdict
-from common.ending import ended, finish
-from common.options import (
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish
 from common.resnet20 import ResNet20, Tail
 from common.stepwise import order_of_images
+from common.verdicts import crossed_effect, holm, verdict
 
 VALUES, ITEMS, BITS, GRID, CHANNELS = 4, 6, 7, 8, 64
 RED, BLUE = 0, 1
@@ -96,9 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     text, passed = report(runs)
     output.beside(".txt").write_text(text + "\n")
-    print(text)
-    draw(runs).savefig(output.figure, dpi=200)
-    output.print_files()
+    output.show(draw(runs), text)
     # A few steps decide nothing.
     return finish(passed or args.small, "digits")
 
@@ -111,9 +103,8 @@ def train(run: Run, dose: float, args: argparse.Namespace, output: RunOutput) ->
     # All arms and seeds begin from one tail.
     torch.manual_seed(0)
     tail = Tail(ResNet20(CHANNELS // 4, VALUES), 1).eval()
-    options = {"lr": 1e-3, "qk_sum": 3.0, "map_sum": 30.0, "gating_lr": 0.02}
-    options |= {"papers_lr": 1e-4, "papers_gating_lr": 0.1, "weight_decay": 0.05}
-    options |= {"steps": args.steps, "batch_size": 64, "amp": args.amp}
+    options = PROTOCOL | {"qk_sum": 3.0, "map_sum": 30.0}
+    options |= {"steps": args.steps, "batch_size": 64, "amp": True}
     # Single heads are not ablated.
     options |= {"head_images": 0}
     scenes = Scenes(args.scenes, args.test_scenes, dose)
@@ -225,12 +216,7 @@ def c_minus_d(runs: list[xr.Dataset]) -> NDArray[np.floating] | None:
     """Return the difference in being right, (seeds, scenes),
     of the seeds that both arms have; None without any.
     """
-    by_arm = {
-        arm: {r.attrs["seed"]: r.clean.values.astype(float) for r in runs if r.attrs["arm"] == arm}
-        for arm in "CD"
-    }
-    seeds = sorted(by_arm["C"].keys() & by_arm["D"].keys())
-    return np.stack([by_arm["C"][s] - by_arm["D"][s] for s in seeds]) if seeds else None
+    return difference_by_seed(*(stacked(runs, arm, START, "clean") for arm in "CD"))
 
 
 def draw(runs: dict[str, list[xr.Dataset]]) -> Figure:
@@ -290,47 +276,26 @@ def draw(runs: dict[str, list[xr.Dataset]]) -> Figure:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    add = parser.add_argument_group("runs").add_argument
-    add(
-        "--doses",
-        nargs="+",
-        type=share,
-        help="shares of scenes that need content (default: 0 0.1 0.3 1)",
-    )
-    add(
-        "--seeds",
-        nargs="+",
-        type=from_least(0),
-        help="seeds of the runs (default: 0 1 2)",
-    )
-    add(
-        "--arms",
-        nargs="+",
-        choices="ACDTU",
-        default=list("ACDTU"),
-        help="arms to train (default: all)",
-    )
-    add("--steps", type=from_least(4), help="steps of each arm (default: 1400)")
-    add(
-        "--no-amp",
-        dest="amp",
-        action="store_false",
-        help="train in float32, not in bfloat16 autocast",
-    )
-    # Autocast and its numbers are those of the CPU.
-    add("--device", choices=["cpu"], default="cpu", help="only the CPU")
-    add(
-        "--small",
-        action="store_true",
-        help="a quick look: few scenes and steps, one dose, 20 seconds",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "content_control")
-    defaults = {"doses": [0.0, 0.1, 0.3, 1.0], "seeds": [0, 1, 2], "steps": 1400}
-    if args.small:
-        defaults |= {"doses": [1.0], "seeds": [0], "steps": 4}
-    fill_in(args, defaults)
+    options = [
+        Option(
+            "--doses",
+            "shares of scenes that need content",
+            share,
+            [0.0, 0.1, 0.3, 1.0],
+            small=[1.0],
+        ),
+        Option("--seeds", "seeds of the runs", from_least(0), [0, 1, 2], small=[0]),
+        Option(
+            "--arms",
+            "arms to train (default: all)",
+            default=list("ACDTU"),
+            choices="ACDTU",
+        ),
+        Option("--steps", "steps of each arm", from_least(4), 1400, small=4),
+        CPU_OPTION,
+        small_option("few scenes and steps, one dose, 20 seconds"),
+    ]
+    args = parse_options(__doc__, "content_control", arguments, {"runs": options})
     args.scenes, args.test_scenes = (320, 100) if args.small else (45_000, 10_000)
     return args
 

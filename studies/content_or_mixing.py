@@ -57,7 +57,7 @@ and, of single heads of C on 2,000 clean images, this cost against recorded gate
 information and type; (3) C - A, clean and corrupted. Statistics. Trainings and images are both
 samples. The variance of a mean over S seeds and N images is s_seeds^2 / S + s_images^2 / N, of
 sample variances of the means by seed and by image; degrees of freedom are Satterthwaite's
-(common/crossed_intervals.py). A difference below 0.01 is of no interest. For each of the three
+(common/verdicts.py). A difference below 0.01 is of no interest. For each of the three
 endpoints the four p-values (two starts, clean and corrupted) are adjusted by Holm; so are those of
 the four families of corruptions.
   "no"         the 95 % interval lies below 0.01: what is asked for is worth less than that, or
@@ -104,20 +104,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.content_arms import ARMS
+from common.content_arms import ARMS, CPU_OPTION, PROTOCOL
 from common.content_data import Features, Images, load_images
 from common.content_report import check, draw, report, tree_of
 from common.content_runs import Run, answers, train_and_measure
-from common.ending import InputError, ended, finish, refused
-from common.options import (
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import small_option
+from common.options import Option, from_least, parse_options, positive_number
+from common.output import InputError, RunOutput, ended, finish, refused
 from common.resnet20 import ResNet20, Tail, Trunk, load_weights
 from common.small_images import normalized, views
 from common.stepwise import LABEL_SMOOTHING, order_of_images, take_steps, warm_up_and_anneal
@@ -140,9 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     output.save(tree)
     text = report(tree)
     output.beside(".txt").write_text(text + "\n")
-    print(text)
-    draw(tree).savefig(output.figure, dpi=200)
-    print(f"wrote {output.store}, {output.figure} and {output.beside('.txt')}")
+    output.show(draw(tree), text, files=[output.beside(".txt")])
     return finish(check(tree), args.data)
 
 
@@ -173,7 +164,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
                 run,
                 Tail(cnn, blocks).eval(),
                 features,
-                vars(args),
+                PROTOCOL | vars(args),
                 folder,
             )
             print(f"done: {run}", flush=True)
@@ -250,164 +241,84 @@ def fine_tune(model: ResNet20, images: Images, args: argparse.Namespace) -> list
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and photographs have different defaults."""
-    parser = study_parser(__doc__)
-    add = parser.add_argument_group("model and data").add_argument
-    add(
-        "--data",
-        default="digits",
-        help="folder with train/ and val/, in each a folder for every class (default: digits)",
-    )
-    add("--weights", help="weights of a ResNet-20 to start from (default: random)")
-    add("--width", type=from_least(1), help="channels of the first stage (default: 16)")
-    add("--limit", type=from_least(40), help="number of digits to use (default: all)")
-    add(
-        "--held-out",
-        type=from_least(1),
-        help="training images that no training sees (default: 5000; 200 of digits)",
-    )
-    add(
-        "--corrupted",
-        type=from_least(2),
-        help="test images to corrupt (default: 1000; 100 of digits)",
-    )
-    add = parser.add_argument_group("training").add_argument
-    add(
-        "--cnn-epochs",
-        type=from_least(1),
-        help="epochs of the CNN (default: 8; 20 of digits)",
-    )
-    add(
-        "--steps",
-        type=from_least(4),
-        help="steps of each arm (default: 1400; 200 of digits)",
-    )
-    add("--batch-size", type=from_least(2), help="images of a step (default: 64)")
-    add(
-        "--lr",
-        type=positive_number,
-        help="peak rate of all but gates, queries and keys (default: 1e-3)",
-    )
-    add(
-        "--qk-sum",
-        type=positive_number,
-        default=3.0,
-        help="sum of the rates of queries and keys (default: 3)",
-    )
-    add(
-        "--map-sum",
-        type=positive_number,
-        default=30.0,
-        help="sum of the rates of the static map (default: 30)",
-    )
-    add(
-        "--gating-lr",
-        type=positive_number,
-        default=0.02,
-        help="peak rate of the gates (default: 0.02)",
-    )
-    add(
-        "--papers-lr",
-        type=positive_number,
-        default=1e-4,
-        help="peak rate of arm B (default: 1e-4)",
-    )
-    add(
-        "--papers-gating-lr",
-        type=positive_number,
-        default=0.1,
-        help="peak rate of the gates of arm B (default: 0.1)",
-    )
-    add(
-        "--weight-decay",
-        type=positive_number,
-        default=0.05,
-        help="weight decay (default: 0.05)",
-    )
-    add("--amp", action="store_true", help="train in bfloat16 autocast")
-    add = parser.add_argument_group("runs").add_argument
-    add(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        default=list(ARMS),
-        help="arms to train (default: all)",
-    )
-    add(
-        "--starts",
-        nargs="+",
-        type=float,
-        help="initial lambda of the gates (default: 1 -1)",
-    )
-    add(
-        "--seeds",
-        nargs="+",
-        type=from_least(0),
-        help="seeds of the runs (default: 0 1 2)",
-    )
-    add(
-        "--blocks",
-        nargs="+",
-        type=int,
-        # The last stage has three blocks.
-        choices=(1, 2, 3),
-        default=[1],
-        help="last blocks to convert (default: 1)",
-    )
-    add(
-        "--batch-norm",
-        nargs="+",
-        choices=("frozen", "free"),
-        default=["frozen"],
-        help="statistics of batch norm (default: frozen)",
-    )
-    add(
-        "--report",
-        action="store_true",
-        help="train nothing, and tabulate the runs that exist",
-    )
-    # Autocast and the layout of images are those of the CPU.
-    add("--device", choices=["cpu"], default="cpu", help="only the CPU")
-    add(
-        "--small",
-        action="store_true",
-        help="a quick look: few digits, a narrow network, few steps, 20 seconds",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "content_or_mixing")
-    if args.data != "digits" and (args.small or args.limit is not None):
-        parser.error("--small and --limit are for the digits")
+    # There are 1,797 digits in all. The small form has the fewest with which every step of the code
+    # runs.
+    model_and_data = [
+        Option(
+            "--data",
+            "folder with train/ and val/, in each a folder for every class",
+            default="digits",
+        ),
+        Option("--weights", "weights of a ResNet-20 to start from (default: random)"),
+        Option("--width", "channels of the first stage", from_least(1), 8, small=4, data=16),
+        Option(
+            "--limit",
+            "number of digits to use (default: all)",
+            from_least(40),
+            small=320,
+            data=None,
+            only="digits",
+        ),
+        Option(
+            "--held-out",
+            "training images that no training sees",
+            from_least(1),
+            200,
+            small=40,
+            data=5000,
+        ),
+        Option("--corrupted", "test images to corrupt", from_least(2), 100, small=20, data=1000),
+    ]
+    training = [
+        Option("--cnn-epochs", "epochs of the CNN", from_least(1), 20, small=6, data=8),
+        Option("--steps", "steps of each arm", from_least(4), 200, small=4, data=1400),
+        Option("--batch-size", "images of a step", from_least(2), 64, small=16),
+        Option("--qk-sum", "sum of the rates of queries and keys", positive_number, 3.0),
+        Option("--map-sum", "sum of the rates of the static map", positive_number, 30.0),
+        Option("--amp", "train in bfloat16 autocast", bool),
+    ]
+    runs = [
+        Option(
+            "--arms",
+            "arms to train (default: all)",
+            default=list(ARMS),
+            choices=ARMS,
+        ),
+        Option(
+            "--starts",
+            "initial lambda of the gates",
+            float,
+            [1.0, -1.0],
+            small=[1.0],
+        ),
+        Option("--seeds", "seeds of the runs", from_least(0), [0, 1, 2], small=[0, 1]),
+        Option(
+            "--blocks",
+            "last blocks to convert",
+            int,
+            [1],
+            # The last stage has three blocks.
+            choices=(1, 2, 3),
+        ),
+        Option(
+            "--batch-norm",
+            "statistics of batch norm",
+            default=["frozen"],
+            choices=("frozen", "free"),
+        ),
+        Option(
+            "--report",
+            "train nothing, and tabulate the runs that exist",
+            bool,
+        ),
+        CPU_OPTION,
+        small_option("few digits, a narrow network, few steps, 20 seconds", only="digits"),
+    ]
+    groups = {"model and data": model_and_data, "training": training, "runs": runs}
+    args = parse_options(__doc__, "content_or_mixing", arguments, groups)
     # A missing file is refused now, before images are decoded.
     if args.weights is not None and not Path(args.weights).is_file():
         raise InputError(f"--weights: there is no file {args.weights!r}")
-    defaults = {
-        "held_out": 5000,
-        "corrupted": 1000,
-        "steps": 1400,
-        "cnn_epochs": 8,
-        "batch_size": 64,
-    }
-    defaults |= {"lr": 1e-3, "seeds": [0, 1, 2], "starts": [1.0, -1.0], "width": 16}
-    if args.data == "digits":
-        defaults |= {
-            # There are 1,797 digits in all.
-            "held_out": 200,
-            "corrupted": 100,
-            "steps": 200,
-            "width": 8,
-            "cnn_epochs": 20,
-        }
-    if args.small:
-        defaults |= {
-            "held_out": 40,
-            "corrupted": 20,
-            "steps": 4,
-            "batch_size": 16,
-            "width": 4,
-            # These are the fewest with which every step of the code runs.
-            "limit": 320,
-        }
-        defaults |= {"cnn_epochs": 6, "seeds": [0, 1], "starts": [1.0]}
-    fill_in(args, defaults)
     # Images over which static attention is a mean, and held-out images that are recorded.
     args.reference = args.probed = min(500, args.held_out)
     args.head_images = 20 if args.small else 2000

@@ -58,7 +58,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -68,35 +68,27 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import tcnn_probe
-from common.content_evolution import SHOWN, draw_content, gain
 from common.data import PixelBatches, with_shuffled_labels
-from common.ending import ended, finish, learned
+from common.figures import PAIR
 from common.head_removal import (
     MODES,
     NOTHING,
+    WITHIN,
     HeadSets,
+    costs,
+    mean_and_interval,
     mean_by_condition,
     random_heads,
     single_heads,
     type_sets,
 )
-from common.head_types import PAIR
 from common.models import small_vit
-from common.options import (
-    add_corruptions,
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
-)
-from common.output import write_whole
-from common.removal_costs import WITHIN, costs, mean_and_interval
-from common.removal_figures import draw
-from common.removal_report import sentence, table
+from common.option_table import CORRUPTIONS_OPTION, severities_option, training_options
+from common.options import Option, from_least, need_model, parse_options, positive_number
+from common.output import InputError, RunOutput, ended, finish, seeds_of
+from common.removal_report import SHOWN, draw, draw_content, gain, sentence, table
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import learned
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
@@ -120,15 +112,13 @@ def main(arguments: list[str] | None = None) -> int:
     has_vit = args.data == "digits" and args.model is None
 
     # Load the CNN and the digits, and train the CNN.
-    stages = 1 + args.seeds * (1 + has_shuffled) + has_vit
-    study = begin("conv_vs_content_heads", args, stages=stages, later=MEASURED)
+    study = begin("conv_vs_content_heads", args, later=MEASURED)
     study.train_cnn()
 
     # With each seed: convert and fine-tune it, record and type its heads, ablate them by type and
     # one by one.
-    seeds = range(args.seed, args.seed + args.seeds)
     by_type, by_head, contents = [], [], []
-    for seed in seeds:
+    for seed in seeds_of(args):
         tcnn, recording = record_tcnn(study, seed)
         content = typed(recording)
         of_types, of_heads = ablate(study, tcnn.eval(), content.head_type, seed)
@@ -136,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         by_type.append(of_types.assign(top1=last.top1, top1_images=last.images.max()))
         by_head.append(of_heads.assign(last[["gate", "attention_distance"]]))
         contents.append(content)
-    trainings = xr.DataArray(list(seeds), dims="training", name="training")
+    trainings = xr.DataArray(list(seeds_of(args)), dims="training", name="training")
     types = xr.concat(by_type, trainings, join="outer")
     parts = {
         "types": types.reindex(ablation=SETS),  # NaN for types that no training has
@@ -147,14 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
     # The controls of content information: permuted labels, which no image tells, and plain
     # attention.
     if has_shuffled:
-        recordings = [record_shuffled(study, seed) for seed in seeds]
-        shuffled = [typed(recording) for recording in recordings]
+        shuffled = [typed(record_shuffled(study, seed)) for seed in seeds_of(args)]
         parts["shuffled_labels"] = xr.concat(shuffled, trainings)
     if has_vit:
-        parts["vit"] = typed(record_vit(study))
+        torch.manual_seed(args.seed)
+        vit = small_vit(study.model, args.img_size)
+        store = study.output.beside("_vit.zarr")
+        parts["vit"] = typed(study.record(vit, store, "vit", "a vision transformer"))
 
     tree = xr.DataTree.from_dict(parts)
-    report(study, tree)
+    report(study.output, tree)
     return finish(check(tree, study.chance, small=args.small), args.data)
 
 
@@ -169,16 +161,13 @@ def record_tcnn(study: Study, seed: int, labels: str = "") -> tuple[nn.Module, x
     name, gates = f"{labels}_{seed}", study.args.gating
     torch.manual_seed(seed)
     tcnn = reparameterize(
-        study.cnn,
+        study.model,
         gating=gates if len(gates) > 1 else gates[0],
         qk_scale=study.args.qk_scale,
     )
     title = f"the T-CNN,{labels.replace('_', ' ')} seed {seed}"
-    with tcnn_probe.record(tcnn, study.output.beside(f"{name}.zarr")) as recorder:
-        for result in study.finetune(tcnn, f"tcnn{name}", title, seed=seed):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
-        return tcnn, recorder.dataset.load()
+    store = study.output.beside(f"{name}.zarr")
+    return tcnn, study.record(tcnn, store, f"tcnn{name}", title, seed=seed)
 
 
 def record_shuffled(study: Study, seed: int) -> xr.Dataset:
@@ -186,18 +175,6 @@ def record_shuffled(study: Study, seed: int) -> xr.Dataset:
     train, validation = study.loaders
     loaders = with_shuffled_labels(train, seed), validation
     return record_tcnn(replace(study, loaders=loaders), seed, "_shuffled_labels")[1]
-
-
-def record_vit(study: Study) -> xr.Dataset:
-    """Fine-tune plain attention on the stages of the small ResNet
-    before its last one, with every head recorded.
-    """
-    torch.manual_seed(study.args.seed)
-    vit = small_vit(study.cnn, study.args.img_size)
-    with tcnn_probe.record(vit, study.output.beside("_vit.zarr")) as recorder:
-        for result in study.finetune(vit, "vit", "a vision transformer"):
-            recorder.mark(if_marked="skip", **asdict(result))
-        return recorder.dataset.load()
 
 
 def typed(recording: xr.Dataset) -> xr.Dataset:
@@ -235,29 +212,30 @@ def ablate(
     options = repr([getattr(args, name) for name in MEASURED[1:]])
     checksum = zlib.crc32(options.encode())
 
+    def answers(sets: HeadSets, images: int, mode: str) -> xr.Dataset:
+        model = copy.deepcopy(tcnn)  # each thread ablates its own copy
+        ablated = {name: without(model, heads, mode, reference) for name, heads in sets.items()}
+        batches = PixelBatches(study.model, study.loaders[1], images)
+        pgd = {
+            "epsilon": args.epsilon,
+            "step": args.epsilon / 2,
+            "steps": 2 if args.small else 5,
+        }
+        results = evaluation.robustness(
+            ablated,
+            batches,
+            corruptions=args.corruptions,
+            severities=args.severities,
+            attacks={"pgd": pgd},
+            seeds=(seed,),
+            normalization=batches.normalization,
+            device=args.device,
+        )
+        return mean_by_condition(results)
+
     def measure(title: str, sets: HeadSets, images: int, mode: str) -> xr.Dataset:
-        part = study.output.checkpoints / f"{title}_{mode}_{seed}_{checksum:08x}.zarr"
-        if not part.exists():
-            model = copy.deepcopy(tcnn)  # each thread ablates its own copy
-            ablated = {name: without(model, heads, mode, reference) for name, heads in sets.items()}
-            batches = PixelBatches(study.cnn, study.loaders[1], images)
-            pgd = {
-                "epsilon": args.epsilon,
-                "step": args.epsilon / 2,
-                "steps": 2 if args.small else 5,
-            }
-            results = evaluation.robustness(
-                ablated,
-                batches,
-                corruptions=args.corruptions,
-                severities=args.severities,
-                attacks={"pgd": pgd},
-                seeds=(seed,),
-                normalization=batches.normalization,
-                device=args.device,
-            )
-            write_whole(mean_by_condition(results), part)
-        return xr.open_zarr(part, consolidated=False).load()
+        name = f"{title}_{mode}_{seed}_{checksum:08x}"
+        return study.output.once(name, lambda: answers(sets, images, mode))
 
     random = np.random.default_rng(seed)
     sets = type_sets(types) | random_heads(types, args.draws, random)
@@ -319,24 +297,19 @@ def without(
     return classify
 
 
-def report(study: Study, tree: xr.DataTree) -> None:
+def report(output: RunOutput, tree: xr.DataTree) -> None:
     """Write the numbers, the figures and the table, and print what they support."""
-    output = study.output
     output.save(tree)
-    draw(tree).savefig(output.figure, dpi=200)
     content = tree["content"].dataset
     evolution = {"T-CNN": content.isel(training=0)}
     if "vit" in tree:
         evolution["ViT"] = tree["vit"].dataset
-    draw_content(evolution).savefig(output.beside("_evolution.png"), dpi=200)
+    files = [output.beside("_evolution.png"), output.beside(".txt")]
+    draw_content(evolution).savefig(files[0], dpi=200)
     shuffled = tree["shuffled_labels"].dataset if "shuffled_labels" in tree else None
     lines = f"{table(tree)}\n\n{gain(content, shuffled)}"
-    output.beside(".txt").write_text(lines + "\n")
-    print(lines)
-    print(
-        f"wrote {output.store}, {output.figure}, {output.beside('_evolution.png')} and "
-        f"{output.beside('.txt')}"
-    )
+    files[1].write_text(lines + "\n")
+    output.show(draw(tree), lines, files=files)
     print(sentence(tree))
 
 
@@ -365,84 +338,62 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(
-        parser,
-        small="1 seed, 2 modes, 2 corruptions, few images, heads peaked from the start, 20 seconds",
-    )
-    add = parser.add_argument_group("interventions").add_argument
-    add(
-        "--seeds",
-        type=from_least(1),
-        help="trainings of the T-CNN, from --seed on (default: 3)",
-    )
-    gates = (
-        "initial lambda of the gates, one number or one for each head (default: 1 and -3 in "
-        "turn; 1 with --data)"
-    )
-    add("--gating", type=float, nargs="+", help=gates)
-    add(
-        "--qk-scale",
-        type=positive_number,
-        help="initial scale of queries and keys (default: 5; 1 with --data)",
-    )
-    add(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        help="modes of tcnn_probe.ablate, the first for single heads too (default: zero static "
-        "shuffled positional)",
-    )
-    add(
-        "--draws",
-        type=from_least(1),
-        help="random sets of heads for each type (default: 3)",
-    )
-    add(
-        "--images",
-        type=from_least(2),
-        help="validation images for types (default: 64; 1000 of --data)",
-    )
-    add(
-        "--head-images",
-        type=from_least(2),
-        help="validation images for single heads (default: 16; 200 of --data)",
-    )
-    add_corruptions(add, severities="1")
-    add(
-        "--epsilon",
-        type=positive_number,
-        default=1 / 255,
-        help="size of PGD's perturbations, for pixels in [0, 1] (default: 1/255)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "conv_vs_content_heads")
-    if args.modes and args.modes[0] not in ("zero", "mean"):
-        parser.error("the first of --modes removes heads: zero or mean")
-    settle(parser, args)
-    defaults = {
-        "modes": ["zero", "static", "shuffled", "positional"],
-        "seeds": 3,
-        "draws": 3,
-        "severities": [1],
-    }
-    if args.data == "digits":
+    interventions = [
+        Option("--seeds", "trainings of the T-CNN, from --seed on", from_least(1), 3, small=1),
         # High and low gates in turn, so that heads attend to content within six epochs, and others
-        # convolve.
-        high, scale = (3.0, 20.0) if args.small else (1.0, 5.0)
-        defaults |= {"images": 64, "head_images": 16}
-        defaults |= {"gating": [*[high, -3.0] * 4, high], "qk_scale": scale}
-        defaults["qk_lr"] = 5e-3  # five times that of the other weights
-    else:
-        defaults |= {"images": 1000, "head_images": 200}
-        defaults |= {"gating": [1.0], "qk_scale": 1.0}  # the paper's start
-    if args.small:
-        defaults |= {"seeds": 1, "draws": 2, "images": 16, "head_images": 2}
-        defaults |= {
-            "modes": ["zero", "static"],
-            "corruptions": ["shot_noise", "contrast"],
-        }
-    fill_in(args, defaults)
+        # convolve; with --data the paper's start.
+        Option(
+            "--gating",
+            "initial lambda of the gates, one number or one for each head (default: 1 and -3 in "
+            "turn; 1 with --data)",
+            float,
+            [*[1.0, -3.0] * 4, 1.0],
+            small=[*[3.0, -3.0] * 4, 3.0],
+            data=[1.0],
+        ),
+        Option(
+            "--qk-scale",
+            "initial scale of queries and keys",
+            positive_number,
+            5.0,
+            small=20.0,
+            data=1.0,
+        ),
+        Option(
+            "--modes",
+            "modes of tcnn_probe.ablate, the first for single heads too",
+            default=["zero", "static", "shuffled", "positional"],
+            small=["zero", "static"],
+            choices=MODES,
+        ),
+        Option("--draws", "random sets of heads for each type", from_least(1), 3, small=2),
+        Option("--images", "validation images for types", from_least(2), 64, small=16, data=1000),
+        Option(
+            "--head-images",
+            "validation images for single heads",
+            from_least(2),
+            16,
+            small=2,
+            data=200,
+        ),
+        replace(CORRUPTIONS_OPTION, small=["shot_noise", "contrast"]),
+        severities_option([1]),
+        Option(
+            "--epsilon",
+            "size of PGD's perturbations, for pixels in [0, 1] (default: 1/255)",
+            positive_number,
+            1 / 255,
+        ),
+    ]
+    small = "1 seed, 2 modes, 2 corruptions, few images, heads peaked from the start, 20 seconds"
+    groups = {
+        # The rate of queries and keys is five times that of the other weights.
+        **training_options(small, qk_lr=5e-3),
+        "interventions": interventions,
+    }
+    args = parse_options(__doc__, "conv_vs_content_heads", arguments, groups, need_model)
+    if args.modes[0] not in ("zero", "mean"):
+        raise InputError("the first of --modes removes heads: zero or mean")
     return args
 
 

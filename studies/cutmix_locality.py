@@ -49,20 +49,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, whole_ticks
-from common.image_sets import ImageSet, load_image_set
-from common.options import (
-    add_device,
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import SEED_OPTION, image_set_options, small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish, seeds_of
+from common.small_images import ImageSet, load_image_set
 from common.stepwise import noisy, shuffled_rows, take_steps, warm_up_and_anneal
+from common.verdicts import compared, learned
 from tcnn_probe.evaluation import mean_interval
 
 BATCH, LR, WEIGHT_DECAY = 96, 2e-3, 0.05
@@ -76,21 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput.from_args(args, "cutmix_locality")
     data = load_image_set(args.data, args.limit, output.beside("_images"))
     folder = output.beside("_runs")
-    seeds = list(range(args.seed, args.seed + args.seeds))
     arms = []
     for arm in ARMS:
         runs = []
-        for seed in seeds:
+        for seed in seeds_of(args):
             store = folder / f"{arm}-{seed}.zarr"
             runs.append(shares(train(arm, seed, data, args, store)))
             print(f"{arm}, seed {seed}: accuracy {runs[-1].top1[-1]:.2f}", flush=True)
-        arms.append(xr.concat(runs, xr.Variable("seed", seeds)))
+        arms.append(xr.concat(runs, xr.Variable("seed", list(seeds_of(args)))))
     results = xr.concat(arms, xr.Variable("arm", np.array(list(ARMS), dtype=object)))
     output.save(results)
     measures = first_layer(results)
-    draw(measures).savefig(output.figure, dpi=200)
-    print(table(measures))
-    output.print_files()
+    output.show(draw(measures), table(measures))
     return finish(check(results, data), args.data)
 
 
@@ -185,12 +175,9 @@ def first_layer(results: xr.Dataset) -> xr.Dataset:
     )
 
 
-def difference(values: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the mean over seeds of CutMix minus plain,
-    and its interval; NaN bounds for one seed.
-    """
-    pairs = values.sel(arm="CutMix") - values.sel(arm="plain")
-    return pairs.mean("seed"), mean_interval(pairs, "seed")
+def difference(values: xr.DataArray) -> xr.DataArray:
+    """Return CutMix minus plain, by seed."""
+    return values.sel(arm="CutMix") - values.sel(arm="plain")
 
 
 @mpl.rc_context(STYLE)
@@ -203,16 +190,17 @@ def draw(measures: xr.Dataset) -> Figure:
         draw_arms(top, measures[name])
         top.set_title(str(name))
         # At epoch 0 both arms are the same network.
-        mean, interval = difference(measures[name].isel(epoch=slice(1, None)))
+        pairs = difference(measures[name].isel(epoch=slice(1, None)))
+        interval = mean_interval(pairs, "seed")
         low, high = interval.sel(bound="low"), interval.sel(bound="high")
-        bottom.fill_between(mean.epoch, low, high, color="0.85")
-        bottom.plot(mean.epoch, mean, color="k")
+        bottom.fill_between(pairs.epoch, low, high, color="0.85")
+        bottom.plot(pairs.epoch, pairs.mean("seed"), color="k")
         bottom.axhline(0, color="0.5", lw=0.8, ls="--")
         bottom.set_xlabel("epoch")
         whole_ticks(bottom)
     panels[0, 0].set_ylabel("share of uniform attention")
     panels[1, 0].set_ylabel("CutMix minus plain")
-    panels[0, 0].legend(frameon=False)
+    panels[0, 0].legend()
     return figure
 
 
@@ -232,13 +220,8 @@ def table(measures: xr.Dataset) -> str:
     last = measures.isel(epoch=-1)
     for name, values in last.data_vars.items():
         plain, mixed = (float(values.sel(arm=arm).mean()) for arm in ARMS)
-        mean, interval = difference(values)
-        low, high = interval.values.tolist()
-        verdict = side_of_zero((low, high), "higher", "lower")
-        lines.append(
-            f"{name:34}{plain:7.3f}{mixed:8.3f}  {float(mean):+.3f} [{low:+.3f}, {high:+.3f}] "
-            f"{verdict}"
-        )
+        verdict = compared(difference(values), "seed", "higher", "lower")
+        lines.append(f"{name:34}{plain:7.3f}{mixed:8.3f}  {verdict}")
     return "\n".join(lines)
 
 
@@ -264,33 +247,14 @@ def check(results: xr.Dataset, data: ImageSet) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=from_least(1), help="epochs of each training (default: 30)")
-    group.add_argument(
-        "--seeds",
-        type=from_least(1),
-        help="trainings of each arm, from --seed on (default: 3)",
-    )
-    group.add_argument(
-        "--data",
-        default="digits",
-        help="folder with train/ and val/, each with a folder per class, of small images of one "
-        "size (default: digits)",
-    )
-    group.add_argument(
-        "--limit",
-        type=from_least(40),
-        help="number of images of --data to use, a quarter of them for validation (default: all)",
-    )
-    add_device(group)
-    add_seed(group, small="1 seed, 9 epochs")
-    add_output(parser)
-    args = parsed(parser, arguments, "cutmix_locality")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 9})
-    fill_in(args, {"seeds": 3, "epochs": 30})
-    return args
+    options = [
+        Option("--epochs", "epochs of each training", from_least(1), 30, small=9),
+        Option("--seeds", "trainings of each arm, from --seed on", from_least(1), 3, small=1),
+        *image_set_options(),
+        SEED_OPTION,
+        small_option("1 seed, 9 epochs"),
+    ]
+    return parse_options(__doc__, "cutmix_locality", arguments, {"training": options})
 
 
 if __name__ == "__main__":

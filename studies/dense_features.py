@@ -36,7 +36,8 @@ are known; docs/representation.md shows the same with your own trunk and masks.
 import argparse
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -49,13 +50,14 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
-from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.option_table import training_options
+from common.options import Option, digits_alone, from_least, parse_options
+from common.output import ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
-from tcnn_model import EpochResult, reparameterize, unstride
+from common.verdicts import learned, with_interval
+from tcnn_model import reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
@@ -78,36 +80,30 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.
-    study = begin("dense_features", args, stages=4)
-    cnn, (train, validation) = study.cnn, study.loaders
+    study = begin("dense_features", args)
+    cnn, (train, validation) = study.model, study.loaders
     fit_digits = copy.copy(train.dataset)
     fit_digits.fixed = True  # the same scene for a digit at each epoch
     scenes = [scenes_of(digits, args.images) for digits in (fit_digits, validation.dataset)]
 
     # Probe the CNN at each epoch of its training.
-    results = study.cnn_epochs("cnn", CNN)
-    by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
+    by_model = {CNN: probe_epochs(study, cnn, "cnn", CNN, scenes)}
 
     # Convert it, or set it to stride 1, fine-tune both and probe them; train and probe a
     # PatchConvNet from scratch.
     torch.manual_seed(args.seed)
     tcnn, unstrided = reparameterize(cnn), unstride(cnn)
     patchconvnet = small_patchconvnet()
-    results = study.finetune(tcnn, "tcnn", TCNN)
-    by_model[TCNN] = probe_epochs(study, tcnn, results, "tcnn", scenes)
-    results = study.finetune(unstrided, "unstrided", UNSTRIDED)
-    by_model[UNSTRIDED] = probe_epochs(study, unstrided, results, "unstrided", scenes)
+    by_model[TCNN] = probe_epochs(study, tcnn, "tcnn", TCNN, scenes)
+    by_model[UNSTRIDED] = probe_epochs(study, unstrided, "unstrided", UNSTRIDED, scenes)
     recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR}
-    results = study.finetune(patchconvnet, "patchconvnet", PATCH, **recipe)
-    by_model[PATCH] = probe_epochs(study, patchconvnet, results, "patchconvnet", scenes)
+    by_model[PATCH] = probe_epochs(study, patchconvnet, "patchconvnet", PATCH, scenes, **recipe)
 
     names = xr.Variable("model", list(by_model))
     scores = xr.concat(list(by_model.values()), names, join="outer")
     scores["images"] = len(validation.dataset)
     study.output.save(scores)
-    draw(scores).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores), table(scores))
     return finish(check(scores, study.chance), args.data)
 
 
@@ -119,37 +115,25 @@ def scenes_of(dataset: Any, count: int) -> Scenes:
 
 
 def probe_epochs(
-    study: Study,
-    model: nn.Module,
-    results: Iterator[EpochResult],
-    file: str,
-    scenes: list[Scenes],
+    study: Study, model: nn.Module, file: str, title: str, scenes: list[Scenes], **recipe: Any
 ) -> xr.Dataset:
-    """Probe a model at each epoch of its training; a resumed run keeps the scores that it has."""
-    by_epoch = []
-    for result in results:
-        path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
-        # A resumed run has the numbers of its first epochs, and not their weights.
-        if not path.exists():
-            np.save(
-                path,
-                strokes(features(model, scenes[0][0]), features(model, scenes[1][0]), scenes),
-            )
-        by_epoch.append(
-            xr.Dataset(
-                {"iou": (("stage", "image"), np.load(path)), "top1": result.top1},
-                {"epoch": result.epoch},
-            )
-        )
+    """Train a model and probe it at each epoch; a resumed run keeps the scores that it has."""
+
+    def iou_of(maps: Iterable[list[np.ndarray]]) -> xr.Dataset:
+        return xr.Dataset({"iou": (("stage", "image"), strokes(*maps, scenes))})
+
+    train = partial(study.finetune, model, file, title, **recipe)
+    if model is study.model:
+        train = partial(study.train_cnn, file, title)
+    _, scores = study.measure_epochs(
+        train, file, lambda: iou_of(features(model, images) for images, _ in scenes)
+    )
     # A classifier that is told the share of strokes in each cell does as well as any can on this
     # grid.
     grid_shares = [
         [of_grid(masks, maps) for maps in features(model, images)] for images, masks in scenes
     ]
-    scores = xr.concat(by_epoch, "epoch").assign(
-        ceiling=(("stage", "image"), strokes(*grid_shares, scenes))
-    )
-    return scores.assign_coords(stage=range(1, STAGES + 1))
+    return scores.assign(ceiling=iou_of(grid_shares).iou).assign_coords(stage=range(1, STAGES + 1))
 
 
 @torch.no_grad()
@@ -240,7 +224,7 @@ def draw(scores: xr.Dataset) -> Figure:
     c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
     add_letters([a, b, c])
     for panel in (a, b, c):
-        panel.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
+        panel.legend(fontsize=7, ncols=2, loc="upper center")
     return figure
 
 
@@ -284,9 +268,7 @@ def table(scores: xr.Dataset) -> str:
         for stage in (CNN, UNSTRIDED)
     }
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
-    for words, values in differences.items():
-        low, high = evaluation.mean_interval(values).values
-        lines.append(f"  {words:44}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}]")
+    lines += [f"  {words:44}{with_interval(values)}" for words, values in differences.items()]
     return "\n".join(lines)
 
 
@@ -318,38 +300,25 @@ def check(scores: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 10 seconds")
-    add = parser.add_argument_group("probe").add_argument
-    add(
-        "--patch-epochs",
-        type=from_least(2),
-        help="epochs of training the PatchConvNet (default: 10)",
+    probe = [
+        Option("--patch-epochs", "epochs of training the PatchConvNet", from_least(2), 10, small=2),
+        Option(
+            "--images",
+            "scenes to fit the probe to, and as many to judge it on",
+            from_least(10),
+            80,
+            small=20,
+        ),
+    ]
+    easier = {"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
+    groups = {**training_options("4 epochs, 10 seconds", **easier), "probe": probe}
+    return parse_options(
+        __doc__,
+        "dense_features",
+        arguments,
+        groups,
+        digits_alone("docs/representation.md has your own"),
     )
-    add(
-        "--images",
-        type=from_least(10),
-        help="scenes to fit the probe to, and as many to judge it on (default: 80)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "dense_features")
-    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the
-    # digits.
-    if args.data != "digits" or args.pretrained:
-        words = (
-            "the masks are those of the digits, which a CNN has to learn; "
-            "docs/representation.md has your own"
-        )
-        parser.error(f"--data, --pretrained: {words}")
-    settle(
-        parser,
-        args,
-        digits={"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4},
-    )
-    if args.small:
-        fill_in(args, {"patch_epochs": 2, "images": 20})
-    fill_in(args, {"patch_epochs": 10, "images": 80})
-    return args
 
 
 if __name__ == "__main__":

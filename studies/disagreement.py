@@ -56,19 +56,17 @@ from matplotlib.figure import Figure
 
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
-from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
-from common.options import (
+from common.option_table import (
+    CORRUPTIONS_OPTION,
     FEW_CORRUPTIONS,
-    add_corruptions,
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
+    severities_option,
+    training_options,
 )
+from common.options import Option, from_least, need_model, parse_options
+from common.output import InputError, ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import learned, side_of_zero
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -92,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all
     # decide.
-    study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
+    study = begin("disagreement", args, later=LATER)
     by_training = [decide(study, nth) for nth in range(args.seeds)]
     results = xr.concat(by_training, "training")
     # With one seed, or with --pretrained, no two CNNs start from different weights.
@@ -101,10 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(results)
 
     rates = {by: differing(results, by) for by in ("group", "corruption")}
-    draw(rates["group"], rates["corruption"]).savefig(study.output.figure, dpi=200)
-    print(table(rates["group"], results))
-    print(verdicts(rates))
-    study.output.print_files()
+    figure = draw(rates["group"], rates["corruption"])
+    study.output.show(figure, table(rates["group"], results), verdicts(rates))
     return finish(check(rates["group"], results, study.chance), args.data)
 
 
@@ -112,27 +108,22 @@ def decide(study: Study, nth: int) -> xr.Dataset:
     """Train the CNN of a seed, fine-tune it in three ways,
     and return their decisions on the validation images.
     """
-    args = argparse.Namespace(**vars(study.args))
-    args.seed += nth
+    args, seed = study.args, study.args.seed + nth
     # The first CNN is that of the study itself.
     if nth:
         # Another seed would split the data anew, and all models must be shown the same images.
-        study = replace(study.with_cnn(args), loaders=study.loaders)
+        study = replace(study.with_seed(seed), loaders=study.loaders)
+    cnn = study.model
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
 
-    torch.manual_seed(args.seed)
-    control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
-    reordered = copy.deepcopy(study.cnn)
-    runs = [
-        study.finetune(control, f"control_{nth}", f"{CNN} {nth}", seed=args.seed),
-        study.finetune(tcnn, f"tcnn_{nth}", f"{TCNN} {nth}", seed=args.seed),
-        study.finetune(reordered, f"order_{nth}", f"{ORDER} {nth}", seed=args.seed + FAR),
-    ]
-    for results in runs:
-        list(results)  # train to the end
+    torch.manual_seed(seed)
+    models = {CNN: copy.deepcopy(cnn), TCNN: reparameterize(cnn), ORDER: copy.deepcopy(cnn)}
+    files = {CNN: "control", TCNN: "tcnn", ORDER: "order"}
+    for name, model in models.items():
+        order = seed + FAR if name == ORDER else seed
+        study.finetune(model, f"{files[name]}_{nth}", f"{name} {nth}", seed=order)
 
-    models = {CNN: control, TCNN: tcnn, ORDER: reordered}
-    images = PixelBatches(study.cnn, study.loaders[1], args.images)
+    images = PixelBatches(cnn, study.loaders[1], args.images)
     return evaluation.robustness(
         models,
         images,
@@ -203,7 +194,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
         ylabel="share decided differently from the CNN",
         title="clean and by group of corruptions",
     )
-    a.legend(frameon=False)
+    a.legend()
     mean, interval = surplus(by_corruption, ORDER)
     bar(b, np.arange(mean.size), mean, interval, COLORS[TCNN], "", 0.7)
     b.set_xticks(
@@ -302,42 +293,30 @@ def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    models_help = (
+    models = (
         ", or of several models, which are compared as they are (needs --pretrained and --data)"
     )
-    add_training(
-        parser,
-        small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds",
-        models_help=models_help,
-    )
-    add = parser.add_argument_group("comparison").add_argument
-    add(
-        "--seeds",
-        type=from_least(1),
-        help="CNNs, each with a T-CNN, from --seed on (default: 3)",
-    )
-    add(
-        "--images",
-        type=from_least(2),
-        help="validation images, spread evenly (default: 150; all of --data)",
-    )
-    add_corruptions(add, severities="1 3 5")
-    add_output(parser)
-    args = parsed(parser, arguments, "disagreement")
-    one_or_several(parser, args)
+    comparison = [
+        Option("--seeds", "CNNs, each with a T-CNN, from --seed on", from_least(1), 3, small=1),
+        Option(
+            "--images",
+            "validation images, spread evenly (default: 150; all of --data)",
+            from_least(2),
+            150,
+            small=50,
+            data=None,
+        ),
+        replace(CORRUPTIONS_OPTION, small=FEW_CORRUPTIONS),
+        severities_option([1, 3, 5], small=[1, 5]),
+    ]
     # Some CNNs learn little from larger scenes.
     easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
-    settle(parser, args, digits=easier)
-    if args.small:
-        fill_in(args, {"seeds": 1, "severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
-    fill_in(args, {"seeds": 3, "severities": [1, 3, 5]})
-    if args.data == "digits":
-        fill_in(args, {"images": 50 if args.small else 150})
-    return args
+    small = "1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds"
+    groups = {**training_options(small, models, **easier), "comparison": comparison}
+    return parse_options(__doc__, "disagreement", arguments, groups, one_or_several)
 
 
-def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def one_or_several(args: argparse.Namespace) -> None:
     """Turn names and weights into a name and a file for one model,
     and into lists of them for several models.
     """
@@ -346,7 +325,7 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     # --pretrained without files is an empty list: timm's weights for all. Without it, it is False.
     weights = weights or [True] * len(names)
     if len(weights) != len(names) and any(weights):
-        parser.error(
+        raise InputError(
             f"--pretrained: expected a file for each of {len(names)} models, or none, got "
             f"{len(weights)} files"
         )
@@ -354,14 +333,15 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     if len(names) == 1:
         args.model = names[0]
         args.pretrained = weights[0]
+        need_model(args)
         return
     if args.data == "digits" or not all(weights):
-        parser.error(
+        raise InputError(
             "--model: several models are compared as they are: give --pretrained and --data too"
         )
     # A model always agrees with itself.
     if len({*zip(names, weights, strict=True)}) < len(names):
-        parser.error(
+        raise InputError(
             "--model: expected models that differ in their name or their file, got one twice"
         )
     args.pretrained = weights

@@ -44,26 +44,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
-from common.options import (
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
-from common.stepwise import (
-    SHAPE,
-    accuracy,
-    all_learned,
-    decisions,
-    fit,
-    widened,
-)
-from tcnn_probe.evaluation import mean_interval
+from common.models import widened
+from common.option_table import SEED_OPTION, small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish
+from common.stepwise import SHAPE, accuracy, decisions, digits_learned, fit
+from common.verdicts import compared
 from tcnn_probe.plot import OKABE_ITO
 
 TEMPERATURE, SOFT_WEIGHT = 3.0, 0.1
@@ -95,9 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     # trainings.
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
-    draw(results).savefig(output.figure, dpi=200)
-    print(table(results))
-    output.print_files()
+    output.show(draw(results), table(results))
     return finish(check(results), "digits")
 
 
@@ -317,9 +302,7 @@ def table(results: xr.Dataset) -> str:
             f"{of_arm.head_type.size}"
         )
     for name, values in differences(results).items():
-        low, high = mean_interval(values, "seed").values.tolist()
-        verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
+        lines.append(f"{name:48}{compared(values, 'seed', 'above zero', 'BELOW zero')}")
     return "\n".join(lines)
 
 
@@ -330,7 +313,7 @@ def check(results: xr.Dataset) -> bool:
         for values, dim in ((results.top1, "arm"), (results.teacher_top1, "teacher"))
         for name, of_name in values.groupby(dim)
     ]
-    has_learned = all_learned(worst)
+    has_learned = digits_learned(worst)
     lowest = min(top1 for _, top1 in worst)
     print(f"check: the least accurate of all networks has {lowest:.3f}")
     return has_learned
@@ -338,21 +321,13 @@ def check(results: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=from_least(1), help="epochs of each network (default: 10)")
-    group.add_argument(
-        "--seeds",
-        type=from_least(1),
-        help="students of each kind, from --seed on (default: 5)",
-    )
-    add_seed(group, small="1 seed, 3 epochs")
-    add_output(parser)
-    args = parsed(parser, arguments, "distillation")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 3})
-    fill_in(args, {"seeds": 5, "epochs": 10})
-    return args
+    options = [
+        Option("--epochs", "epochs of each network", from_least(1), 10, small=3),
+        Option("--seeds", "students of each kind, from --seed on", from_least(1), 5, small=1),
+        SEED_OPTION,
+        small_option("1 seed, 3 epochs"),
+    ]
+    return parse_options(__doc__, "distillation", arguments, {"training": options})
 
 
 if __name__ == "__main__":

@@ -36,11 +36,12 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters, whole_ticks
-from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.option_table import training_options
+from common.options import Option, from_least, need_model, parse_options
+from common.output import InputError, ended, finish
 from common.training import begin
-from common.training_options import add_training, settle
+from common.verdicts import all_learned
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
+    study = begin("finetune_length", args)
     study.train_cnn()
 
     # Fine-tune the CNN as it is (control) and converted, for each number of epochs, and watch their
@@ -61,20 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
     by_length = []
     for length in args.lengths:
         torch.manual_seed(args.seed)  # the same queries and keys for each length
-        control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
-        runs = {
-            CONTROL: study.finetune(
-                control,
-                f"control_{length}",
-                f"the CNN, {length} epochs",
-                epochs=length,
-            ),
-            TCNN: study.finetune(
-                tcnn, f"tcnn_{length}", f"the T-CNN, {length} epochs", epochs=length
-            ),
-        }
-        top1 = [[result.top1 for result in results] for results in runs.values()]
-        coords = {"model": list(runs), "epoch": range(length + 1)}
+        models = {CONTROL: copy.deepcopy(study.model), TCNN: reparameterize(study.model)}
+        top1 = []
+        for (name, model), file in zip(models.items(), ("control", "tcnn"), strict=True):
+            title = f"the {name}, {length} epochs"
+            results = study.finetune(model, f"{file}_{length}", title, epochs=length)
+            top1.append([result.top1 for result in results])
+        coords = {"model": list(models), "epoch": range(length + 1)}
         by_length.append(xr.DataArray(top1, coords, ("model", "epoch"), name="top1"))
     # Shorter runs have NaN at later epochs.
     lengths = xr.Variable("length", args.lengths)
@@ -82,9 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores["images"] = len(study.validation)
 
     study.output.save(scores)
-    draw(scores).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores), table(scores))
     return finish(check(scores, study.chance), args.data)
 
 
@@ -119,7 +111,7 @@ def draw(scores: xr.Dataset) -> Figure:
         title="accuracy at the end",
     )
     b.set(xlabel="epoch", title="accuracy by epoch, a line per run")
-    a.legend(frameon=False)
+    a.legend()
     for panel in (a, b):
         whole_ticks(panel)
     add_letters([a, b])
@@ -151,42 +143,40 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     after the longest fine-tuning.
     """
     last = end(scores)
-    have_learned = [
-        learned(f"the {name}", float(last.sel(model=name)[-1]), int(scores.images), chance)
-        for name in COLORS
-    ]
+    ends = ((f"the {name}", last.sel(model=name)[-1]) for name in COLORS)
+    have_learned = all_learned(ends, int(scores.images), chance)
     shortest, longest = (float(last.sel(model=TCNN)[at]) for at in (0, -1))
     verdict = "more" if longest > shortest else "NOT more"
     print(
         f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and "
         f"{longest:.3f}"
     )
-    return all(have_learned) and longest > shortest
+    return have_learned and longest > shortest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="1 and 4 epochs, 10 seconds")
-    add = parser.add_argument_group("lengths").add_argument
-    add(
+    lengths = Option(
         "--lengths",
-        type=from_least(2),
-        nargs="+",
-        help="epochs of fine-tuning (default: 2 4 8; 10 20 50 for --data)",
+        "epochs of fine-tuning",
+        from_least(2),
+        [2, 4, 8],
+        small=[2, 4],
+        data=[10, 20, 50],
     )
-    add_output(parser)
-    args = parsed(parser, arguments, "finetune_length")
-    # Two options for the number of epochs could contradict each other.
-    if args.epochs is not None:
-        parser.error("--epochs: here --lengths says how long, such as --lengths 10 20 50")
-    settle(parser, args)
-    digits = [2, 4] if args.small else [2, 4, 8]
-    fill_in(args, {"lengths": digits if args.data == "digits" else [10, 20, 50]})
+    groups = {**training_options("1 and 4 epochs, 10 seconds"), "lengths": [lengths]}
+    args = parse_options(__doc__, "finetune_length", arguments, groups, lengths_not_epochs)
     args.lengths = sorted({*args.lengths})
     if len(args.lengths) < 2:
-        parser.error("--lengths: expected at least two")
+        raise InputError("--lengths: expected at least two")
     return args
+
+
+def lengths_not_epochs(args: argparse.Namespace) -> None:
+    """Refuse ``--epochs``: two options for the number of epochs could contradict each other."""
+    if args.epochs is not None:
+        raise InputError("--epochs: here --lengths says how long, such as --lengths 10 20 50")
+    need_model(args)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ On your own images, as the papers did on ImageNet with a GPU:
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -47,19 +46,13 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 import tcnn_probe
-from common.controls import (
-    CONTROLS,
-    TRAINING_TITLES,
-    add_controls,
-    control_models,
-    count_controls,
-)
-from common.ending import ended, finish, learned
-from common.figures import STYLE, add_letters, ordered_colors
-from common.head_types import BY_GATE
-from common.options import add_output, parsed, study_parser
+from common.controls import CONTROLS, control_options, finetune_controls
+from common.figures import BY_GATE, STYLE, add_letters, ordered_colors
+from common.option_table import training_options
+from common.options import need_model, parse_options
+from common.output import ended, finish
 from common.training import begin
-from common.training_options import add_training, settle
+from common.verdicts import learned
 from tcnn_model import EpochResult, reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
@@ -71,38 +64,33 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    study = begin("gating_evolution", args, stages=2 + count_controls(args))
-    cnn, output = study.cnn, study.output
+    study = begin("gating_evolution", args)
     cnn_results = study.train_cnn()
 
     # The controls are trained first, so that the recording of the T-CNN can include their
     # accuracies.
-    control_results: dict[str, EpochResults] = {}
-    for name, control in control_models(cnn, args).items():
-        results = study.finetune(control, name, TRAINING_TITLES[name])
-        control_results[name] = list(results)
+    _, control_results = finetune_controls(study)
 
     # Convert the CNN's last stage to attention and fine-tune it, with every head recorded.
     torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(cnn)
-    with tcnn_probe.record(tcnn, output.store) as recorder:
-        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(
-                if_marked="skip",
-                **accuracies(control_results, result.epoch),
-                **asdict(result),
-            )
-        dataset = recorder.dataset.load()
+    tcnn = reparameterize(study.model)
+    dataset = study.record(
+        tcnn,
+        study.output.store,
+        "tcnn",
+        "the T-CNN",
+        also=lambda result: accuracies(control_results, result.epoch),
+    )
 
     # Type the heads, and draw their evolution.
     types = tcnn_probe.head_types(dataset.isel(epoch=-1), by="gate")
-    draw(dataset, cnn_results).savefig(output.figure, dpi=200)
-    print(head_table(dataset))
-    print(type_counts(types))
-    print(offset_report(dataset))
-    print(accuracy_report(dataset))
-    output.print_files()
+    study.output.show(
+        draw(dataset, cnn_results),
+        head_table(dataset),
+        type_counts(types),
+        offset_report(dataset),
+        accuracy_report(dataset),
+    )
     return finish(check(dataset, study.chance), args.data)
 
 
@@ -145,7 +133,7 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
     axes["E"].set(ylabel="position (nat)", title="")
 
     handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
-    figure.legend(handles, layers, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, layers, loc="outside lower center", ncols=4)
     add_letters(axes[letter] for letter in "ABCD")  # E belongs to D
     return figure
 
@@ -197,7 +185,7 @@ def draw_accuracies(panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults)
         title="accuracy on validation images",
         xlabel="epoch after reparameterization",
     )
-    panel.legend(frameon=False)
+    panel.legend()
 
 
 def head_table(dataset: xr.Dataset) -> str:
@@ -288,13 +276,8 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 10 seconds")
-    add_controls(parser)
-    add_output(parser)
-    args = parsed(parser, arguments, "gating_evolution")
-    settle(parser, args)
-    return args
+    groups = {**training_options("4 epochs, 10 seconds"), **control_options()}
+    return parse_options(__doc__, "gating_evolution", arguments, groups, need_model)
 
 
 if __name__ == "__main__":

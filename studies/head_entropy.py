@@ -40,7 +40,6 @@ On your own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
-from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -51,12 +50,11 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 import tcnn_probe
-from common.ending import ended, finish
-from common.figures import STYLE, add_letters, whole_ticks
-from common.head_types import BY_GATE, COLORS, PAIR
-from common.options import add_output, parsed, study_parser
+from common.figures import BY_GATE, COLORS, PAIR, STYLE, add_letters, whole_ticks
+from common.option_table import training_options
+from common.options import need_model, parse_options
+from common.output import ended, finish
 from common.training import begin
-from common.training_options import add_training, settle
 from tcnn_model import GPSA, gpsa, reparameterize
 from tcnn_probe.probes import ForwardCall
 
@@ -76,21 +74,17 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    study = begin("head_entropy", args, stages=2)
+    study = begin("head_entropy", args)
     study.train_cnn()
 
     # Convert it and fine-tune it, and record every head and the distances of the two parts of its
     # attention.
     torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.cnn)
+    tcnn = reparameterize(study.model)
     store = study.output.beside("_recording.zarr")
     probes = [*tcnn_probe.DEFAULT, DISTANCES]
-    with tcnn_probe.record(tcnn, store, probes=probes) as recorder:
-        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
-        recording = recorder.dataset.load()
-        distances = recorder.tree[DISTANCES.kind].dataset.load()
+    recording = study.record(tcnn, store, "tcnn", "the T-CNN", probes=probes)
+    distances = tcnn_probe.open(store)[DISTANCES.kind].dataset.load()
 
     # Type the heads at each epoch by their gates.
     types = tcnn_probe.head_types(recording, by="gate")
@@ -99,9 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         heads[name] = distances[name]
 
     study.output.save(heads)
-    draw(heads).savefig(study.output.figure, dpi=200)
-    print(table(heads))
-    study.output.print_files()
+    study.output.show(draw(heads), table(heads))
     return finish(check(heads), args.data)
 
 
@@ -171,7 +163,7 @@ def draw(heads: xr.Dataset) -> Figure:
         *(f"{part} part" for part in PARTS),
         "uniform attention, padding included",
     ]
-    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -264,13 +256,10 @@ def check(heads: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, gates at twice their rate, 10 seconds")
-    add_output(parser)
-    args = parsed(parser, arguments, "head_entropy")
     # At their usual rate gates fall too little in so few steps, with some seeds.
-    settle(parser, args, digits={"gating_lr": 0.2} if args.small else None)
-    return args
+    small = "4 epochs, gates at twice their rate, 10 seconds"
+    groups = training_options(small, gating_lr=(0.1, 0.2))
+    return parse_options(__doc__, "head_entropy", arguments, groups, need_model)
 
 
 if __name__ == "__main__":

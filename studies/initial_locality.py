@@ -33,21 +33,20 @@ On your own images, as the paper did on ImageNet with a GPU:
 import argparse
 import copy
 import sys
-from dataclasses import asdict
 
 import matplotlib as mpl
-import numpy as np
 import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import tcnn_probe
-from common.ending import ended, finish, learned
-from common.figures import add_letters, ordered_colors, whole_ticks
-from common.options import add_output, fill_in, parsed, positive_number, study_parser
+from common.controls import TRAINING_TITLES
+from common.figures import add_letters, number_cells, ordered_colors, whole_ticks
+from common.option_table import training_options
+from common.options import Option, need_model, parse_options, positive_number
+from common.output import ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import learned
 from tcnn_model import reparameterize
 
 SAVED = (
@@ -66,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    stages = 2 + len(args.strengths) * len(args.gatings)
-    study = begin("initial_locality", args, stages=stages)
+    study = begin("initial_locality", args)
     study.train_cnn()
 
     # Convert it from each start, fine-tune, and record every head.
@@ -78,14 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     scores = stack(by_strength, "locality_strength", args.strengths)
 
     # As the control, the CNN is trained further for as long.
-    control = copy.deepcopy(study.cnn)
-    results = study.finetune(control, "control", "the CNN, trained further (control)")
+    control = copy.deepcopy(study.model)
+    results = study.finetune(control, "control", TRAINING_TITLES["control"])
     scores["control_top1"] = "epoch", [result.top1 for result in results]
 
     study.output.save(scores)
-    draw(scores).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores), table(scores))
     return finish(check(scores, study.chance), args.data)
 
 
@@ -96,12 +92,9 @@ def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
     name = f"alpha={strength:g},lambda={gating:g}"
     title = f"alpha = {strength:g}, lambda = {gating:g}"
     torch.manual_seed(study.args.seed)  # the same queries and keys from each start
-    tcnn = reparameterize(study.cnn, locality_strength=strength, gating=gating)
-    with tcnn_probe.record(tcnn, study.output.beside(f"_{name}.zarr")) as recorder:
-        for result in study.finetune(tcnn, name, title):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
-        return recorder.dataset[list(SAVED)].load()
+    tcnn = reparameterize(study.model, locality_strength=strength, gating=gating)
+    store = study.output.beside(f"_{name}.zarr")
+    return study.record(tcnn, store, name, title)[list(SAVED)]
 
 
 def stack(datasets: list[xr.Dataset], dim: str, labels: list[float]) -> xr.Dataset:
@@ -167,15 +160,8 @@ def tabulate(panel: Axes, values: xr.DataArray, end: float) -> None:
     """Draw a cell for each start, with its number; colours go from 0 to ``end``."""
     values = values.transpose("locality_strength", "gating")
     panel.imshow(values, cmap="cividis", vmin=0, vmax=end, aspect="auto")
-    for (row, column), number in np.ndenumerate(values):
-        panel.text(
-            column,
-            row,
-            f"{number:.2f}",
-            ha="center",
-            va="center",
-            color="w" if number < end / 2 else "k",  # cividis is dark in its lower half
-        )
+    # cividis is dark in its lower half.
+    number_cells(panel, values, lambda number: number < end / 2)
     gatings, strengths = values.gating.values, values.locality_strength.values
     panel.set_xticks(range(len(gatings)), [f"{gating:g}" for gating in gatings])
     panel.set_yticks(range(len(strengths)), [f"{alpha:g}" for alpha in strengths])
@@ -233,28 +219,19 @@ def check(scores: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="2 starts, 2 epochs, 10 seconds")
-    add = parser.add_argument_group("starts").add_argument
-    add(
-        "--strengths",
-        type=positive_number,
-        nargs="+",
-        help="alpha of every head (default: 0.2 1 5)",
-    )
-    add(
-        "--gatings",
-        type=float,
-        nargs="+",
-        help="lambda of every head (default: -1 1 3)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "initial_locality")
-    if args.small:
-        fill_in(args, {"epochs": 2, "strengths": [1], "gatings": [-1, 3]})
-    settle(parser, args, digits={"epochs": 4})
     # The paper's alpha = lambda = 1 in the middle, and a start on either side of it.
-    fill_in(args, {"strengths": [0.2, 1, 5], "gatings": [-1, 1, 3]})
+    starts = [
+        Option(
+            "--strengths",
+            "alpha of every head",
+            positive_number,
+            [0.2, 1, 5],
+            small=[1],
+        ),
+        Option("--gatings", "lambda of every head", float, [-1, 1, 3], small=[-1, 3]),
+    ]
+    groups = {**training_options("2 starts, 2 epochs, 10 seconds", epochs=(4, 2)), "starts": starts}
+    args = parse_options(__doc__, "initial_locality", arguments, groups, need_model)
     args.strengths = sorted({*args.strengths})
     args.gatings = sorted({*args.gatings})
     return args

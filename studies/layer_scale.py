@@ -35,7 +35,6 @@ With timm's weights nothing is trained, and one model is shown your own images:
 import argparse
 import sys
 import warnings
-from dataclasses import asdict
 
 import matplotlib as mpl
 import numpy as np
@@ -46,10 +45,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import tcnn_probe
-from common.ending import ended, finish
 from common.figures import STYLE, whole_ticks
-from common.options import positive_number, study_parser
-from common.single_model import SingleModel, begin_single, parse_single
+from common.models import widened
+from common.option_table import single_model_options
+from common.options import Option, check_single, parse_options, positive_number
+from common.output import ended, finish
+from common.training import Study, begin_single
 
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
 COLORS = {WITHOUT: "Reds", WITH: "Blues"}
@@ -60,13 +61,11 @@ ROUNDING = 1e-4  # relative rounding of norms in float32
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    run = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
-    scores = record_trained(run) if args.model else record_training(run)
-    run.output.save(scores)
-    draw(scores.residual_ratio).savefig(run.output.figure, dpi=200)
-    print(table(scores.residual_ratio))
-    run.output.print_files()
-    return finish(check(scores, run), args.model or "digits")
+    study = begin_single("layer_scale", args, lambda size: small_vit(size, args), before=has_blocks)
+    scores = record_trained(study) if args.model else record_training(study)
+    study.output.save(scores)
+    study.output.show(draw(scores.residual_ratio), table(scores.residual_ratio))
+    return finish(check(scores, study), args.model or "digits")
 
 
 def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> nn.Module:
@@ -85,11 +84,7 @@ def small_vit(size: int, args: argparse.Namespace, *, scaled: bool = False) -> n
         mlp_ratio=2,
         init_values=args.init_values if scaled else None,
     )
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            # timm's initial values, for widths of 192 and more, are too small for 48.
-            layer.reset_parameters()
-    return model
+    return widened(model)
 
 
 def has_blocks(model: nn.Module) -> None:
@@ -97,35 +92,30 @@ def has_blocks(model: nn.Module) -> None:
     tcnn_probe.record(model, probes="layer-scale").remove()
 
 
-def record_training(run: SingleModel) -> xr.Dataset:
+def record_training(study: Study) -> xr.Dataset:
     """Train both models, and return their ratios at each epoch and their accuracy."""
-    by_model = []
+    args, by_model = study.args, []
     for name, slug in ((WITHOUT, "without"), (WITH, "with")):
         # LayerScale draws no random numbers, so that both models have the same initial weights.
-        torch.manual_seed(run.args.seed)
-        model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
-        store = run.output.beside(f"_{slug}.zarr")
-        with (
-            warnings.catch_warnings(),
-            tcnn_probe.record(model, store, probes="layer-scale") as recorder,
-        ):
+        torch.manual_seed(args.seed)
+        model = small_vit(args.img_size, args, scaled=name == WITH)
+        store = study.output.beside(f"_{slug}.zarr")
+        with warnings.catch_warnings():
             # The probe warns that one of the models has no LayerScale for it to read.
             warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")
-            # A resumed run has marked its first epochs already.
-            for result in run.train(model, slug, name):
-                recorder.mark(if_marked="skip", **asdict(result))
+            study.record(model, store, slug, name, probes="layer-scale")
         tree = tcnn_probe.open(store)
         by_model.append(xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1}))
     return xr.concat(by_model, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override")
 
 
-def record_trained(run: SingleModel) -> xr.Dataset:
+def record_trained(study: Study) -> xr.Dataset:
     """Return the ratios of a trained model, mean over the user's images."""
-    model = run.model.to(run.args.device)
+    args, model = study.args, study.model.to(study.args.device)
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
-        model(run.images.to(run.args.device))
+        model(study.images.to(args.device))
         recorder.mark(epoch=0)
-    return ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
+    return ratio(recorder.tree).expand_dims(model=[args.model]).to_dataset()
 
 
 def ratio(tree: xr.DataTree) -> xr.DataArray:
@@ -156,7 +146,6 @@ def draw(ratios: xr.DataArray) -> Figure:
             # themselves.
             handles[:: len(handles) - 1 or 1],
             labels[:: len(labels) - 1 or 1],
-            frameon=False,
             fontsize=8,
         )
         column[-1].set_xlabel("block")
@@ -188,20 +177,20 @@ def variation(ratios: xr.DataArray) -> xr.DataArray:
     return last.std("layer") / last.mean("layer")
 
 
-def check(scores: xr.Dataset, run: SingleModel) -> bool:
+def check(scores: xr.Dataset, study: Study) -> bool:
     """Return whether both models learned, and LayerScale multiplied the first branch
     by its initial weight.
     """
-    if run.args.model:
+    if study.args.model:
         return True
     have_learned = all(
-        run.learned(str(accuracy.model.item()), float(accuracy))
+        study.learned(str(accuracy.model.item()), float(accuracy))
         for accuracy in scores.top1.isel(epoch=-1)
     )
     # Only before the first block do both models have the same input.
     first = scores.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
     share = float(first.sel(model=WITH) / first.sel(model=WITHOUT))
-    expected = run.args.init_values
+    expected = study.args.init_values
     # The tolerance is relative to the weight, which is small.
     scaled = abs(share - expected) < ROUNDING * expected
     print(
@@ -219,19 +208,12 @@ def check(scores: xr.Dataset, run: SingleModel) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    help_ = "initial weights of LayerScale (default: 0.1)"
-    parser.add_argument("--init-values", type=positive_number, default=0.1, help=help_)
-    return parse_single(
-        parser,
-        arguments,
-        "layer_scale",
-        example="cait_xxs24_224",
-        lr=1e-3,
-        epochs=10,
-        small_epochs=8,
-        size=32,
-    )
+    weights = Option("--init-values", "initial weights of LayerScale", positive_number, 0.1)
+    groups = {
+        "options": [weights],
+        **single_model_options("cait_xxs24_224", 1e-3, (10, 8), size=32),
+    }
+    return parse_options(__doc__, "layer_scale", arguments, groups, check_single)
 
 
 if __name__ == "__main__":

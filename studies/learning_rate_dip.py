@@ -38,11 +38,12 @@ import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
-from common.options import add_output, fill_in, parsed, positive_number, study_parser
+from common.option_table import training_options
+from common.options import Option, need_model, parse_options, positive_number
+from common.output import InputError, ended, finish
 from common.training import begin, warmup
-from common.training_options import add_training, settle
+from common.verdicts import all_learned
 from tcnn_model import EpochResult, reparameterize
 
 CONTROL, TCNN = "CNN", "T-CNN"
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    study = begin("learning_rate_dip", args, stages=1 + 2 * len(args.rates))
+    study = begin("learning_rate_dip", args)
     study.train_cnn()
 
     # Fine-tune the CNN as it is (control) and converted, with each rate, and watch their
@@ -61,20 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
     by_rate = []
     for lr in args.rates:
         torch.manual_seed(args.seed)  # the same queries and keys for each rate
-        control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
-        runs = {
-            CONTROL: study.finetune(control, f"control_{lr:g}", f"the CNN, rate {lr:g}", lr=lr),
-            TCNN: study.finetune(tcnn, f"tcnn_{lr:g}", f"the T-CNN, rate {lr:g}", lr=lr),
-        }
-        curves = [epoch_curves(list(results)) for results in runs.values()]
-        by_rate.append(xr.concat(curves, xr.Variable("model", list(runs))))
+        models = {CONTROL: copy.deepcopy(study.model), TCNN: reparameterize(study.model)}
+        curves = [
+            epoch_curves(study.finetune(model, f"{file}_{lr:g}", f"the {name}, rate {lr:g}", lr=lr))
+            for (name, model), file in zip(models.items(), ("control", "tcnn"), strict=True)
+        ]
+        by_rate.append(xr.concat(curves, xr.Variable("model", list(models))))
     scores = xr.concat(by_rate, xr.Variable("lr", args.rates))
     scores["images"] = len(study.validation)
 
     study.output.save(scores)
-    draw(scores, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores, warmup(args.epochs)), table(scores))
     return finish(check(scores, study.chance), args.data)
 
 
@@ -108,7 +106,7 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
         whole_ticks(panel)
     add_letters(panels)
     panels[0].set_ylabel("validation accuracy")
-    panels[0].legend(title="peak learning rate", frameon=False)
+    panels[0].legend(title="peak learning rate")
     return figure
 
 
@@ -145,12 +143,8 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     with the largest rate than with the smallest.
     """
     best = scores.top1.isel(epoch=-1).max("lr")
-    images = int(scores.images)
-    # This is a list, so that each model that did not learn is printed.
-    have_learned = [
-        learned(f"the {model}", float(best.sel(model=model)), images, chance)
-        for model in best.model.values
-    ]
+    ends = ((f"the {model}", best.sel(model=model)) for model in best.model.values)
+    have_learned = all_learned(ends, int(scores.images), chance)
     climb = extremes(scores).climb.sel(model=TCNN)
     smallest, largest = float(climb[0]), float(climb[-1])
     verdict = "climbs higher" if largest > smallest else "does NOT climb higher"
@@ -158,34 +152,29 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with "
         "the smallest"
     )
-    return all(have_learned) and largest > smallest
+    return have_learned and largest > smallest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="2 rates, 2 epochs, 10 seconds")
-    add = parser.add_argument_group("rates").add_argument
-    add(
+    # The check needs the smallest and the largest rate only.
+    rates = Option(
         "--rates",
-        type=positive_number,
+        "peak learning rates (default: 1/4, 1 and 4 times --lr)",
+        positive_number,
+        lambda args: [share * args.lr for share in (0.25, 1, 4)],
+        small=lambda args: [share * args.lr for share in (0.25, 4)],
         nargs="+",
-        help="peak learning rates (default: 1/4, 1 and 4 times --lr)",
     )
-    add_output(parser)
-    args = parsed(parser, arguments, "learning_rate_dip")
-    if args.small:
-        fill_in(args, {"epochs": 2})
     # Trainings are longer than in most studies, so that the warm-up takes two epochs and a dip has
     # time to show.
-    settle(parser, args, digits={"epochs": 10})
-    # The check needs the smallest and the largest rate only.
-    shares = (0.25, 4) if args.small else (0.25, 1, 4)
-    fill_in(args, {"rates": [share * args.lr for share in shares]})
+    training = training_options("2 rates, 2 epochs, 10 seconds", epochs=(10, 2))
+    groups = {**training, "rates": [rates]}
+    args = parse_options(__doc__, "learning_rate_dip", arguments, groups, need_model)
     # Rates ascend, as the check compares the first with the last.
     args.rates = sorted({*args.rates})
     if len(args.rates) < 2:
-        parser.error("--rates: expected at least two")
+        raise InputError("--rates: expected at least two")
     return args
 
 

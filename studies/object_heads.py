@@ -42,7 +42,7 @@ your own model, photographs and masks.
 
 import argparse
 import sys
-from pathlib import Path
+from functools import partial
 
 import matplotlib as mpl
 import numpy as np
@@ -54,11 +54,12 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import Probed, probed_images
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
-from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.option_table import training_options
+from common.options import Option, digits_alone, from_least, parse_options
+from common.output import ended, finish, seeds_of
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import all_learned, with_interval
 from tcnn_model import gpsa_layers, reparameterize
 from tcnn_probe.evaluation import mean_interval
 
@@ -69,70 +70,32 @@ COVERED = 0.1
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
-    first = begin("object_heads", args, stages=2 * args.seeds)
-    seeds = range(args.seed, args.seed + args.seeds)
+    first = begin("object_heads", args)
     by_seed, trained = [], {}
-    for seed in seeds:
+    for seed in seeds_of(args):
         # Each seed has its own split and its own CNN.
-        study = first.with_cnn(argparse.Namespace(**{**vars(args), "seed": seed}))
+        study = first.with_seed(seed)
         study.train_cnn(f"cnn_{seed}")
         torch.manual_seed(seed)  # for the new queries and keys
-        trained[seed] = reparameterize(study.cnn)
+        trained[seed] = reparameterize(study.model)
         by_seed.append(measure_epochs(study, trained[seed], seed))
-    results = xr.concat(by_seed, xr.Variable("seed", list(seeds)))
+    results = xr.concat(by_seed, xr.Variable("seed", list(seeds_of(args))))
     results["images"] = len(first.validation)
     first.output.save(results)
     scenes = probed_images(first.validation, args.images)
-    draw(results, trained[args.seed], scenes).savefig(first.output.figure, dpi=200)
-    print(table(results))
-    first.output.print_files()
+    first.output.show(draw(results, trained[args.seed], scenes), table(results))
     return finish(check(results, first.chance), args.data)
 
 
 def measure_epochs(study: Study, model: nn.Module, seed: int) -> xr.Dataset:
-    """Fine-tune the T-CNN and measure its heads at each epoch;
-    a resumed run keeps the epochs that it has.
-    """
+    """Fine-tune the T-CNN and measure its heads at each epoch."""
     scenes = probed_images(study.validation, study.args.images)
-    by_epoch = []
-    for result in study.finetune(model, f"tcnn_{seed}", f"the T-CNN, seed {seed}"):
-        file = study.output.checkpoints / f"heads_{seed}-{result.epoch:04d}.npz"
-        # A resumed run has the numbers of its first epochs, and not their weights.
-        if not file.exists():
-            save(measure(model, scenes), file)
-        with np.load(file) as saved:
-            arrays = dict(saved)
-        heads = "layer", "head"
-        by_epoch.append(
-            xr.Dataset(
-                {
-                    "on_object": (
-                        ("mask", "query", *heads, "image"),
-                        arrays["on_object"],
-                    ),
-                    "gate": (heads, arrays["gate"]),
-                    "largest": float(arrays["largest"]),
-                    "top1": result.top1,
-                },
-                {
-                    "epoch": result.epoch,
-                    "layer": list(gpsa_layers(model)),
-                    "mask": ["own", "other"],
-                    "query": ["object", "background"],
-                },
-            )
-        )
-    return xr.concat(by_epoch, "epoch")
+    train = partial(study.finetune, model, f"tcnn_{seed}", f"the T-CNN, seed {seed}")
+    _, heads = study.measure_epochs(train, f"heads_{seed}", lambda: measure(model, scenes))
+    return heads
 
 
-def save(arrays: dict[str, np.ndarray], file: Path) -> None:
-    """Write arrays atomically: a run may be killed while it writes."""
-    partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **arrays)
-    partial.replace(file)
-
-
-def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
+def measure(model: nn.Module, scenes: Probed) -> xr.Dataset:
     """Return the attention on the object, (mask, query, layer, head, image),
     gates, and the largest isolation.
     """
@@ -143,11 +106,29 @@ def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
     ideal = same / same.sum(-1, keepdims=True)
     masks = objects, np.roll(objects, 1, 0)
     own, other = (on_object(ideal, mask).mean(-1) for mask in masks)
-    return {
-        "on_object": np.stack([on_object(attention, mask) for mask in masks]),
-        "gate": gate,
-        "largest": np.subtract(*(own - other)),
-    }
+    heads = "layer", "head"
+    return xr.Dataset(
+        {
+            "on_object": (
+                ("mask", "query", *heads, "image"),
+                np.stack([on_object(attention, mask) for mask in masks]),
+            ),
+            "gate": (heads, gate),
+            "largest": float(np.subtract(*(own - other))),
+        },
+        {
+            "layer": list(gpsa_layers(model)),
+            "mask": ["own", "other"],
+            "query": ["object", "background"],
+        },
+    )
+
+
+def with_interval_over_seeds(by_seed: xr.DataArray) -> str:
+    """Return the mean over seeds with its t interval, if there are several."""
+    return (
+        with_interval(by_seed, "seed", 4) if by_seed.size > 1 else f"{float(by_seed.mean()):+.4f}"
+    )
 
 
 def attention_of(model: nn.Module, images: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +204,7 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
     b.axhline(0, color="0.9", lw=0.8, zorder=0)
     a.set(xlabel="epoch after reparameterization", ylabel="isolation, mean of heads")
     whole_ticks(a)
-    a.legend(frameon=False, fontsize=8)
+    a.legend(fontsize=8)
     b.set(
         xlabel="excess on the object from the background",
         ylabel="excess from the object",
@@ -269,13 +250,13 @@ def table(results: xr.Dataset) -> str:
         lines.append(f"{layer}")
         for query in results["query"].values:
             own, other = shares.sel(layer=layer, query=query).values
-            interval = with_interval(excesses.sel(layer=layer, query=query))
+            interval = with_interval_over_seeds(excesses.sel(layer=layer, query=query))
             words = f"from the {query}"
             lines.append(
                 f"  {words:24}{own:.3f}, on the mask of another scene {other:.3f}; excess "
                 f"{interval}"
             )
-        lines.append(f"  {'isolation':24}{with_interval(isolated.sel(layer=layer))}")
+        lines.append(f"  {'isolation':24}{with_interval_over_seeds(isolated.sel(layer=layer))}")
     by_head = isolation(last)
     low, high = (mean_interval(by_head).sel(bound=bound) for bound in ("low", "high"))
     lines.append(
@@ -286,25 +267,14 @@ def table(results: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def with_interval(by_seed: xr.DataArray) -> str:
-    """Return the mean over seeds with its t interval, if there are several."""
-    mean = f"{float(by_seed.mean()):+.4f}"
-    if by_seed.size < 2:
-        return mean
-    low, high = mean_interval(by_seed, "seed").values
-    return f"{mean} [{low:+.4f}, {high:+.4f}]"
-
-
 def check(results: xr.Dataset, chance: float) -> bool:
     """Return whether the T-CNNs learned, and the excess begins near zero,
     compared with what could be seen.
     """
     last = results.isel(epoch=-1)
-    images = int(results.images)
-    has_learned = True
-    for seed, top1 in zip(results.seed.values, last.top1.values, strict=True):
-        # All are judged, so that each that has not learned is named.
-        has_learned &= learned(f"the T-CNN of seed {seed}", float(top1), images, chance)
+    names = (f"the T-CNN of seed {seed}" for seed in results.seed.values)
+    ends = zip(names, last.top1.values, strict=True)
+    has_learned = all_learned(ends, int(results.images), chance)
     start = float(abs(excess(results.isel(epoch=0)).mean("image")).max())
     largest = float(results.largest.min())
     small = start < largest / 20
@@ -317,26 +287,18 @@ def check(results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="one seed, 4 epochs, 10 seconds")
-    add = parser.add_argument_group("measurement").add_argument
-    add("--seeds", type=from_least(1), help="number of trainings (default: 3)")
-    add("--images", type=from_least(2), help="scenes to measure (default: 96)")
-    add_output(parser)
-    args = parsed(parser, arguments, "object_heads")
-    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the
-    # digits.
-    if args.data != "digits" or args.pretrained:
-        words = (
-            "the masks are those of the digits, which a CNN has to learn; `tcnn-probe look "
-            "--masks` takes your own"
-        )
-        parser.error(f"--data, --pretrained: {words}")
-    settle(parser, args)
-    if args.small:
-        fill_in(args, {"seeds": 1, "images": 20})
-    fill_in(args, {"seeds": 3, "images": 96})
-    return args
+    measurement = [
+        Option("--seeds", "number of trainings", from_least(1), 3, small=1),
+        Option("--images", "scenes to measure", from_least(2), 96, small=20),
+    ]
+    groups = {**training_options("one seed, 4 epochs, 10 seconds"), "measurement": measurement}
+    return parse_options(
+        __doc__,
+        "object_heads",
+        arguments,
+        groups,
+        digits_alone("`tcnn-probe look --masks` takes your own"),
+    )
 
 
 if __name__ == "__main__":

@@ -71,12 +71,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import matplotlib as mpl
 import numpy as np
 import torch
 import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import tcnn_probe
-from common.ending import ended
+from common.figures import STYLE, add_letters, ordered_colors
 from common.head_ladder import (
     RUNGS,
     attention_deviation,
@@ -86,11 +89,12 @@ from common.head_ladder import (
     trained_convolutions,
     within_blocks,
 )
-from common.ladder_figure import draw
-from common.options import add_output, add_seed, from_least, parsed, study_parser
-from common.output import RunOutput, write_whole
+from common.option_table import SEED_OPTION, small_option
+from common.options import Option, from_least, parse_options
+from common.output import InputError, RunOutput, ended
 from common.pretrained import load_network, load_photographs
 from tcnn_probe.evaluation import mean_interval
+from tcnn_probe.plot import OKABE_ITO
 
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 
@@ -108,40 +112,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fit, evaluated = photographs[is_fit], photographs[~is_fit]
     print(f"{len(fit)} photographs to fit, {len(evaluated)} others to evaluate")
 
-    def stage(name: str, measure: object) -> xr.Dataset:
-        """Read the numbers of a stage that a killed run has finished, or measure them."""
-        path = output.checkpoints / f"{name}.zarr"
-        if not path.exists():
-            write_whole(measure(), path)  # type: ignore[operator]
-            print(f"{name} is done", flush=True)
-        return xr.open_zarr(path, consolidated=False).load()
-
     model = network.features
-    recording = stage("recording", lambda: record(model, fit))
-    heads = lost_shares(recording)
-    heads["deviation"] = stage(
-        "deviation", lambda: attention_deviation(model, fit).to_dataset()
-    ).deviation
-    by_count = stage(
-        "curves",
-        lambda: curves(network, heads, fit, evaluated, FRACTIONS, seed=args.seed),
+    heads = lost_shares(output.once("recording", lambda: record(model, fit)))
+    deviation = output.once("deviation", lambda: attention_deviation(model, fit).to_dataset())
+    heads["deviation"] = deviation.deviation
+    by_count = output.once(
+        "curves", lambda: curves(network, heads, fit, evaluated, FRACTIONS, seed=args.seed)
     )
-    costs = stage("costs", lambda: single_heads(model, fit, evaluated))
+    costs = output.once("costs", lambda: single_heads(model, fit, evaluated))
 
     results = {"heads": heads, "costs": costs, "curves": by_count}
     if args.steps:
         training = load_photographs(args.data, min(256, 4 * args.steps), network, besides=count)
-        results["trained"] = stage(
+        images = fit, evaluated, training
+        results["trained"] = output.once(
             f"trained-{args.steps}",
-            lambda: trained_convolutions(
-                network, heads, fit, evaluated, training, steps=args.steps
-            ),
+            lambda: trained_convolutions(network, heads, *images, steps=args.steps),
         )
         print(results["trained"].change.mean("image").to_pandas())
     output.save(xr.DataTree.from_dict(results))
-    draw(heads, costs, by_count).savefig(output.figure, dpi=200)
     report(heads, costs, by_count)
-    output.print_files()
+    output.show(draw(heads, costs, by_count))
     return 0
 
 
@@ -221,28 +212,88 @@ def report(heads: xr.Dataset, costs: xr.Dataset, by_count: xr.Dataset) -> bool:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    add = parser.add_argument_group("model and data").add_argument
-    add("--model", default="vit_small_patch14_dinov2", help="name of a timm ViT")
-    add("--pretrained", action="store_true", help="timm's own weights")
-    add("--weights", metavar="FILE", help="weights of the model, or a saliency network")
-    add("--data", help="folder of photographs, also in subfolders")
-    add("--fit", type=from_least(8), default=16, help="photographs to fit (16)")
-    add(
-        "--steps",
-        type=from_least(0),
-        default=0,
-        help="steps of training after half of the heads became convolutions (0)",
-    )
-    add("--evaluate", type=from_least(4), default=12, help="others to evaluate (12)")
-    add_seed(parser, small="random weights, and pieces of two photographs")
-    add_output(parser)
-    args = parsed(parser, list(arguments or []) or None, "pretrained_heads")
-    if args.small:
-        args.fit, args.evaluate, args.steps = 8, 4, 1
-    elif args.data is None or not (args.weights or args.pretrained):
-        parser.error("expected --data, and --pretrained or --weights (or --small)")
+    options = [
+        Option("--model", "name of a timm ViT", default="vit_small_patch14_dinov2"),
+        Option("--pretrained", "timm's own weights", bool),
+        Option("--weights", "file of the model's weights, or a saliency network"),
+        Option("--data", "folder of photographs, also in subfolders"),
+        Option("--fit", "photographs to fit", from_least(8), 16, small=8, data=16),
+        Option("--evaluate", "others to evaluate", from_least(4), 12, small=4, data=12),
+        Option(
+            "--steps",
+            "steps of training after half of the heads became convolutions",
+            from_least(0),
+            0,
+            small=1,
+            data=0,
+        ),
+        SEED_OPTION,
+        small_option("random weights, and pieces of two photographs"),
+    ]
+    args = parse_options(__doc__, "pretrained_heads", arguments, {"model and data": options})
+    if not args.small and (args.data is None or not (args.weights or args.pretrained)):
+        raise InputError("expected --data, and --pretrained or --weights (or --small)")
     return args
+
+
+COLORS = {
+    "shares": OKABE_ITO["vermillion"],
+    "deviation": OKABE_ITO["blue"],
+    "random": "0.6",
+    "same layers": OKABE_ITO["green"],
+}
+LABELS = {
+    "shares": "by the share that the rung loses",
+    "deviation": "by standard deviation over images",
+    "random": "random",
+    "same layers": "random, same layers",
+}
+
+
+@mpl.rc_context(STYLE)
+def draw(heads: xr.Dataset, costs: xr.Dataset, curves: xr.Dataset) -> Figure:
+    """Draw costs of single heads above, and curves of each rung below."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplot_mosaic("AABB;CDEF")
+    cost = costs.exact.mean("image")
+    content = heads.key_content + heads.query_key_content
+    panels = {
+        "A": (heads.key_content / content, "salient", "static"),
+        "B": (content / heads.selectivity, "static", "zero"),
+    }
+    colors = ordered_colors(heads.sizes["layer"])
+    for letter, (share, upper, lower) in panels.items():
+        ratio = cost.sel(mode=upper) / cost.sel(mode=lower)
+        for layer, color in zip(heads.layer.values, colors, strict=True):
+            x, y = share.sel(layer=layer), ratio.sel(layer=layer)
+            axes[letter].plot(x, y, "o", color=color, ms=4)
+        axes[letter].set_ylabel(f"cost({upper}) / cost({lower})")
+    axes["A"].set(xlabel="key content / content", title="single heads, dark: first blocks")
+    axes["B"].set(xlabel="content / selectivity", title="single heads")
+    top = float(curves.change.mean("image").max())
+    for letter, mode in zip("CDEF", ("uniform", "convolutional", "static", "salient"), strict=True):
+        draw_curve(axes[letter], curves.change.sel(mode=mode))
+        axes[letter].set(title=mode, xlabel="share of heads replaced", ylim=(0, 1.05 * top))
+    zero = curves.change.sel(mode="zero", order="shares", seed=0).mean("image")
+    axes["E"].plot(zero.fraction, zero, ":", color="0.2", label="the same heads zero")
+    axes["C"].set_ylabel("relative change of the last patch features")
+    handles, labels = axes["E"].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    add_letters(axes[letter] for letter in "ABCDEF")
+    return figure
+
+
+def draw_curve(panel: Axes, change: xr.DataArray) -> None:
+    """Draw the change against the share of heads, with intervals over images."""
+    for order, color in COLORS.items():
+        by_image = change.sel(order=order).mean("seed")
+        # All heads are replaced in one order only.
+        last = change.sel(order="shares").isel(fraction=-1, seed=0)
+        by_image[{"fraction": -1}] = last
+        low, high = mean_interval(by_image).transpose("bound", ...).values
+        panel.fill_between(by_image.fraction, low, high, color=color, alpha=0.2, lw=0)
+        mean = np.asarray(by_image.mean("image"))
+        panel.plot(by_image.fraction, mean, "-o", ms=3, color=color, label=LABELS[order])
 
 
 if __name__ == "__main__":

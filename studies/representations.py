@@ -41,7 +41,6 @@ On your own images, as the papers did on ImageNet with a GPU:
 import argparse
 import copy
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import tcnn_probe
+from common.controls import TRAINING_TITLES
 from common.data import labels_of
-from common.ending import ended, finish, learned
-from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
+from common.figures import STYLE, add_letters, number_cells, ordered_colors, whole_ticks
 from common.folder import spread
-from common.options import add_output, parsed, study_parser
+from common.option_table import training_options
+from common.options import need_model, parse_options
+from common.output import ended, finish
 from common.training import begin
-from common.training_options import add_training, settle
+from common.verdicts import learned
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    study = begin("representations", args, stages=3)
+    study = begin("representations", args)
     study.train_cnn()
     dataset = study.validation
     features = tcnn_probe.features(images=spread(len(dataset), IMAGES))
@@ -82,24 +83,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Convert it and fine-tune it, with every head and the features of each stage recorded.
     torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.cnn)
+    tcnn = reparameterize(study.model)
     probes = [*tcnn_probe.DEFAULT, features]
-    with tcnn_probe.record(tcnn, stores["tcnn"], probes=probes) as recorder:
-        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
+    study.record(tcnn, stores["tcnn"], "tcnn", "the T-CNN", probes=probes)
 
     # As the control, the CNN is trained further for as long; it has no heads to record.
-    control = copy.deepcopy(study.cnn)
-    with tcnn_probe.record(control, stores["control"], probes=features) as recorder:
-        for result in study.finetune(control, "control", "the CNN, trained further (control)"):
-            recorder.mark(if_marked="skip", **asdict(result))
+    control, title = copy.deepcopy(study.model), TRAINING_TITLES["control"]
+    study.record(control, stores["control"], "control", title, probes=features)
 
     scores = compare(list(stores.values()), labels_of(dataset))
     study.output.save(scores)
-    draw(scores).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores), table(scores))
     return finish(check(scores, study.chance), args.data)
 
 
@@ -161,19 +155,8 @@ def draw(scores: xr.Dataset) -> Figure:
     for letter, model in zip("DE", MODELS, strict=True):
         end = scores.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
-        for row, column in np.ndindex(end.shape):
-            number = float(end[row, column])
-            # viridis is dark for small values.
-            color = "w" if number < 0.6 else "k"
-            axes[letter].text(
-                column,
-                row,
-                f"{number:.2f}",
-                ha="center",
-                va="center",
-                color=color,
-                fontsize=7,
-            )
+        # viridis is dark for small values.
+        number_cells(axes[letter], end, lambda number: number < 0.6, fontsize=7)
         names = [str(name) for name in scores.layer.values]
         axes[letter].set_xticks(
             range(len(names)),
@@ -194,7 +177,6 @@ def draw(scores: xr.Dataset) -> Figure:
         *axes["A"].get_legend_handles_labels(),
         loc="outside lower left",
         ncols=9,
-        frameon=False,
         fontsize=8,
     )
     add_letters(axes[letter] for letter in "ABCDE")
@@ -281,12 +263,8 @@ def check(scores: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 10 seconds")
-    add_output(parser)
-    args = parsed(parser, arguments, "representations")
-    settle(parser, args)
-    return args
+    groups = training_options("4 epochs, 10 seconds")
+    return parse_options(__doc__, "representations", arguments, groups, need_model)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import tcnn_probe
-from common.ending import ended, finish
 from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
-from common.options import study_parser
-from common.output import write_whole
-from common.single_model import SingleModel, begin_single, parse_single
+from common.option_table import single_model_options
+from common.options import check_single, parse_options
+from common.output import ended, finish
+from common.training import Study, begin_single
 from tcnn_probe.heads import cross_patch
 
 SHARES = {
@@ -64,13 +64,11 @@ SHOWN = 4
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    run = begin_single("resmlp_weights", args, small_resmlp, before=cross_patch)
-    weights = read_weights(run.model, 0) if args.model else read_epochs(run)
-    run.output.save(weights)
-    draw(weights).savefig(run.output.figure, dpi=200)
-    print(table(weights))
-    run.output.print_files()
-    return finish(check(weights, run), args.model or "digits")
+    study = begin_single("resmlp_weights", args, small_resmlp, before=cross_patch)
+    weights = read_weights(study.model).expand_dims(epoch=[0]) if args.model else read_epochs(study)
+    study.output.save(weights)
+    study.output.show(draw(weights), table(weights))
+    return finish(check(weights, study), args.model or "digits")
 
 
 @torch.no_grad()
@@ -94,32 +92,24 @@ def small_resmlp(size: int) -> nn.Module:
     return model
 
 
-def read_epochs(run: SingleModel) -> xr.Dataset:
-    """Train the model, and return its weights at each epoch;
-    a resumed run reads those of its first epochs.
-    """
-    parts = []
-    for result in run.train(run.model, "resmlp", "a ResMLP"):
-        part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
-        if not part.exists():
-            weights = read_weights(run.model, result.epoch)
-            write_whole(weights.assign(top1=("epoch", [result.top1])), part)
-        parts.append(xr.open_zarr(part, consolidated=False).load())
-    return xr.concat(parts, "epoch")
+def read_epochs(study: Study) -> xr.Dataset:
+    """Train the model, and return its weights at each epoch."""
+    train = partial(study.finetune, study.model, "resmlp", "a ResMLP")
+    return study.measure_epochs(train, "resmlp", lambda: read_weights(study.model))[1]
 
 
-def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
+def read_weights(model: nn.Module) -> xr.Dataset:
     """Return the matrices between patches, their measures,
     their types and the shares of small weights.
     """
     # The probe reads weights, so no image is shown.
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
-        recorder.mark(epoch=epoch)
-    shares = recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
+        recorder.mark(epoch=0)
+    shares = recorder.tree["cross-patch"].dataset.isel(epoch=0, drop=True)
     matrices = cross_patch(model)
     matrices["head_type"] = tcnn_probe.head_types(matrices)
     matrices = matrices.isel(head=0, drop=True)  # a layer has one matrix
-    return matrices.expand_dims(epoch=[epoch]).assign(shares.data_vars)
+    return matrices.assign(shares[["fc1_sparsity", "fc2_sparsity"]].load().data_vars)
 
 
 def limit(weights: xr.Dataset) -> float:
@@ -167,9 +157,9 @@ def draw(weights: xr.Dataset) -> Figure:
     for panel in panels:
         whole_ticks(panel)
     add_letters(panels, "B")  # A is the row of matrices above
-    panels[2].legend(frameon=False, fontsize=7)
+    panels[2].legend(fontsize=7)
     handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
-    below.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+    below.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=8)
     above.suptitle("A", x=0.02, ha="left", fontweight="bold", fontsize=10)
     return figure
 
@@ -228,13 +218,13 @@ def table(weights: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(weights: xr.Dataset, run: SingleModel) -> bool:
+def check(weights: xr.Dataset, study: Study) -> bool:
     """Return whether the model learned, and every block's equivariance rose
     from the range of random matrices.
     """
     threshold, values = limit(weights), weights.translation_equivariance
     # A model that came with weights was not trained here.
-    passed = run.learned("the ResMLP", float(weights.top1[-1])) if "top1" in weights else True
+    passed = study.learned("the ResMLP", float(weights.top1[-1])) if "top1" in weights else True
     if values.sizes["epoch"] > 1:
         start = float(abs(values[0]).max())
         passed &= start < threshold
@@ -253,17 +243,8 @@ def check(weights: xr.Dataset, run: SingleModel) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    return parse_single(
-        parser,
-        arguments,
-        "resmlp_weights",
-        example="resmlp_24_224",
-        lr=4e-3,
-        epochs=15,
-        small_epochs=6,
-        images=False,
-    )
+    groups = single_model_options("resmlp_24_224", 4e-3, (15, 6), shown=False)
+    return parse_options(__doc__, "resmlp_weights", arguments, groups, check_single)
 
 
 if __name__ == "__main__":

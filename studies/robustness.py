@@ -41,7 +41,7 @@ corruptions, also of larger models:
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,34 +50,18 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import tcnn_probe
-from common.controls import (
-    CONTROLS,
-    TRAINING_TITLES,
-    add_controls,
-    control_models,
-    count_controls,
-)
+from common.controls import CONTROLS, control_options, finetune_controls
 from common.data import PixelBatches
-from common.ending import InputError, ended, finish, learned, side_of_zero
-from common.imagenet_c import (
-    draw_imagenet_c,
-    imagenet_c_folders,
-    imagenet_c_report,
-    measure_imagenet_c,
-)
-from common.options import (
+from common.option_table import (
+    CORRUPTIONS_OPTION,
     FEW_CORRUPTIONS,
-    add_corruptions,
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
+    severities_option,
+    training_options,
 )
-from common.output import write_whole
+from common.options import Option, from_least, need_model, parse_options, positive_number
+from common.output import InputError, ended, finish, write_whole
 from common.training import begin
-from common.training_options import add_training, settle
+from common.verdicts import learned, side_of_zero
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
@@ -93,28 +77,23 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin(
         "robustness",
         args,
-        stages=2 + count_controls(args),
         later=("corruptions", "severities", "epsilon", "images", "variant"),
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )
     study.train_cnn()
-    models = {CNN: study.cnn}
 
     # The controls, which are trained for as long.
-    for name, control in control_models(study.cnn, args).items():
-        list(study.finetune(control, name, TRAINING_TITLES[name]))
-        models[CONTROLS[name]] = control
+    controls, _ = finetune_controls(study)
 
     # Convert the CNN and fine-tune it, with every head recorded.
     torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = models[TCNN] = reparameterize(study.cnn)
-    with tcnn_probe.record(tcnn, study.output.beside("_heads.zarr")) as recorder:
-        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
+    tcnn = reparameterize(study.model)
+    study.record(tcnn, study.output.beside("_heads.zarr"), "tcnn", "the T-CNN")
 
     # Show all of them the same images: clean, corrupted and attacked.
-    images = PixelBatches(study.cnn, study.loaders[1], args.images)
+    models = {CNN: study.model, **{CONTROLS[name]: model for name, model in controls.items()}}
+    models[TCNN] = tcnn
+    images = PixelBatches(study.model, study.loaders[1], args.images)
     results = evaluation.robustness(
         models,
         images,
@@ -130,17 +109,60 @@ def main(arguments: list[str] | None = None) -> int:
     )
     study.output.save(results)
     for folder in imagenet_c_folders(args):
-        published = measure_imagenet_c(models, folder, images.normalization, args)
+        # The published images of ImageNet-C are shown at their own size of 224 x 224.
+        published = evaluation.imagenet_c(
+            models,
+            folder,
+            corruptions=args.corruptions,
+            severities=args.severities,
+            normalization=images.normalization,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            device=args.device,
+        )
         write_whole(published, study.output.beside("_imagenet_c.zarr"))
         figure = draw_imagenet_c(published, CNN)
         figure.savefig(study.output.beside("_imagenet_c.png"), dpi=200)
         print(imagenet_c_report(published))
-    classes = study.cnn.num_classes
-    draw(results, classes).savefig(study.output.figure, dpi=200)
-    print(table(results))
-    print(verdicts(results, classes))
-    study.output.print_files()
+    classes = study.model.num_classes
+    study.output.show(draw(results, classes), table(results), verdicts(results, classes))
     return finish(check(results, study.chance), args.data)
+
+
+def imagenet_c_folders(args: argparse.Namespace) -> list[str]:
+    """Return the folder of ImageNet-C, if it was named."""
+    return [folder for name, folder in args.variant if name == "imagenet-c"]
+
+
+def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
+    """Draw the improvement over a baseline on the published images,
+    by group and by severity (Fig. 3).
+    """
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    for panel, by in zip(figure.subplots(1, 2), ("group", "severity"), strict=True):
+        tcnn_probe.plot.robustness(results, panel, baseline=baseline, by=by)
+    return figure
+
+
+def imagenet_c_report(results: xr.Dataset) -> str:
+    """Return the accuracy on ImageNet-C and,
+    if all of it was measured, the mCE relative to AlexNet's.
+    """
+    # A plain mean is right, as ImageNet-C has the same images in each corruption and severity.
+    accuracy = results.accuracy.mean(["corruption", "severity", "seed"])
+    names = {*results.corruption.values.tolist()}
+    # The mCE is defined over all corruptions and severities: a mean over a part of them is not
+    # comparable.
+    complete = names == {*evaluation.CORRUPTIONS} and results.sizes["severity"] == 5
+    lines = [f"\nImageNet-C, {results.sizes['image']} images from disk"]
+    for model in results.model.values.tolist():
+        line = f"{model:<28}{float(accuracy.sel(model=model)):>9.3f}"
+        if complete:
+            errors = evaluation.mean_corruption_error(results, evaluation.ALEXNET_ERRORS)
+            mce = 100 * float(errors.mean_corruption_error.sel(model=model))
+            line += f"   mCE {mce:.1f} (AlexNet: 100)"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def open_variants(model: nn.Module, args: argparse.Namespace) -> list[evaluation.Variant]:
@@ -300,43 +322,40 @@ def check(results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 4 corruptions, 2 severities, 20 seconds")
-    add_controls(parser)
-    add = parser.add_argument_group("perturbations").add_argument
-    add(
-        "--images",
-        type=from_least(2),
-        help="validation images to perturb, spread evenly (default: 150; all of --data)",
-    )
-    add_corruptions(add, severities="1 2 3 4 5")
-    add(
-        "--epsilon",
-        type=positive_number,
-        default=1 / 255,
-        help="size of the attacks' perturbations, for pixels in [0, 1] (default: 1/255)",
-    )
-    add(
-        "--variant",
-        type=variant,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a further test set of ImageNet: imagenet-a, -r, -v2, -real or -c (may be repeated)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "robustness")
+    perturbations = [
+        # Few scenes are used, since fifteen corruptions at five severities take minutes.
+        Option(
+            "--images",
+            "validation images to perturb, spread evenly (default: 150; all of --data)",
+            from_least(2),
+            150,
+            small=24,
+            data=None,
+        ),
+        replace(CORRUPTIONS_OPTION, small=FEW_CORRUPTIONS),
+        severities_option([1, 2, 3, 4, 5], small=[1, 5]),
+        Option(
+            "--epsilon",
+            "size of the attacks' perturbations, for pixels in [0, 1] (default: 1/255)",
+            positive_number,
+            1 / 255,
+        ),
+        Option(
+            "--variant",
+            "a further test set of ImageNet: imagenet-a, -r, -v2, -real or -c (may be repeated)",
+            variant,
+            only="data",
+            nargs="append",
+        ),
+    ]
+    groups = {
+        **training_options("4 epochs, 4 corruptions, 2 severities, 20 seconds"),
+        **control_options(),
+        "perturbations": perturbations,
+    }
+    args = parse_options(__doc__, "robustness", arguments, groups, need_model)
     # A test set that is named twice is measured once.
     args.variant = [*dict.fromkeys(map(tuple, args.variant))]
-    settle(parser, args)
-    if args.small:
-        fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
-    fill_in(args, {"severities": [1, 2, 3, 4, 5]})
-    # Few scenes are used, since fifteen corruptions at five severities take minutes.
-    if args.data == "digits":
-        fill_in(args, {"images": 24 if args.small else 150})
-        if args.variant:
-            parser.error("--variant goes with --data: they are test sets of ImageNet's classes")
     return args
 
 

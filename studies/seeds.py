@@ -36,7 +36,7 @@ On your own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -48,12 +48,12 @@ from scipy.stats import norm, spearmanr
 from torch import nn
 
 import tcnn_probe
-from common.ending import ended, finish, learned
-from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
-from common.head_types import BY_GATE, COLORS
-from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.figures import BY_GATE, COLORS, STYLE, add_letters, ordered_colors, whole_ticks
+from common.option_table import training_options
+from common.options import Option, from_least, need_model, parse_options
+from common.output import ended, finish, seeds_of
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import learned
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
@@ -64,32 +64,26 @@ SAVED = ["gate", "content_information", "images"]
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    first = begin("seeds", args, stages=2 * args.seeds)
-    seeds = range(args.seed, args.seed + args.seeds)
-    trainings = [train(first, seed) for seed in seeds]
+    first = begin("seeds", args)
+    trainings = [train(first, seed) for seed in seeds_of(args)]
     # Attributes that differ, such as the time of a recording, are dropped.
-    results = xr.concat(trainings, xr.Variable("seed", list(seeds)), combine_attrs="drop_conflicts")
+    seeds = xr.Variable("seed", list(seeds_of(args)))
+    results = xr.concat(trainings, seeds, combine_attrs="drop_conflicts")
     first.output.save(results)
-    draw(results).savefig(first.output.figure, dpi=200)
-    print(table(results))
-    first.output.print_files()
+    first.output.show(draw(results), table(results))
     return finish(check(results, first.chance), args.data)
 
 
 def train(first: Study, seed: int) -> xr.Dataset:
     """Train the CNN of a seed, convert it, and fine-tune and record the T-CNN."""
-    args = argparse.Namespace(**{**vars(first.args), "seed": seed})
     # Another seed would split the data anew, and all seeds must be shown the same images.
-    study = replace(first.with_cnn(args), loaders=first.loaders)
+    study = replace(first.with_seed(seed), loaders=first.loaders)
     before = [result.top1 for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")]
     # The seed is set again, because queries and keys are drawn when the CNN is converted.
     torch.manual_seed(seed)
-    tcnn = reparameterize(study.cnn)
-    with tcnn_probe.record(tcnn, study.output.beside(f"_{seed}.zarr")) as recorder:
-        for result in study.finetune(tcnn, f"tcnn_{seed}", f"the T-CNN, seed {seed}"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
-        recording = recorder.dataset.load()
+    tcnn = reparameterize(study.model)
+    store = study.output.beside(f"_{seed}.zarr")
+    recording = study.record(tcnn, store, f"tcnn_{seed}", f"the T-CNN, seed {seed}")
     # The T-CNN's epochs are numbered on from the CNN's.
     heads = recording[SAVED].assign_coords(epoch=recording.epoch + len(before))
     heads["head_type"] = (
@@ -176,7 +170,7 @@ def draw(results: xr.Dataset) -> Figure:
         ylabel="accuracy at the end",
         title="does early accuracy rank seeds?",
     )
-    panels[1].legend(frameon=False)
+    panels[1].legend()
     even, odd = halves(results)
     panels[2].plot(even, odd, "o", color="0.3", ms=4)
     panels[2].set(
@@ -236,7 +230,7 @@ def draw_spread(panel: Axes, results: xr.Dataset) -> None:
     )
     panel.set(xlabel="epoch", ylabel="accuracy", title=f"{top1.sizes['seed']} seeds")
     whole_ticks(panel)
-    panel.legend(frameon=False, fontsize=7)
+    panel.legend(fontsize=7)
 
 
 def draw_types(panel: Axes, types: xr.DataArray) -> None:
@@ -262,7 +256,7 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
         ylim=(-0.05, 1.05),
         title="types by gate, and their range",
     )
-    panel.legend(frameon=False, fontsize=7)
+    panel.legend(fontsize=7)
 
 
 def table(results: xr.Dataset) -> str:
@@ -346,28 +340,12 @@ def check(results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="2 seeds, 2 epochs, 10 seconds")
-    parser.add_argument_group("seeds").add_argument(
-        "--seeds", type=from_least(1), help="trainings, from --seed on (default: 20)"
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "seeds")
-    if args.small:
-        fill_in(args, {"seeds": 2, "epochs": 2})
-    # Few small images, so that forty trainings take minutes.
-    digits = {
-        "img_size": 32,
-        "clutter": 3,
-        "limit": 600,
-        "batch_size": 16,
-        "cnn_epochs": 6,
-        "epochs": 4,
-    }
-    # The rate of queries and keys is as in tcnn_claims.py.
-    settle(parser, args, digits=digits | {"qk_lr": 5e-3})
-    fill_in(args, {"seeds": 20})
-    return args
+    # Few small images, so that forty trainings take minutes; the rate of queries and keys is as in
+    # tcnn_claims.py.
+    few = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16, "cnn_epochs": 6}
+    training = training_options("2 seeds, 2 epochs, 10 seconds", epochs=(4, 2), qk_lr=5e-3, **few)
+    seeds = Option("--seeds", "trainings, from --seed on", from_least(1), 20, small=2)
+    return parse_options(__doc__, "seeds", arguments, {**training, "seeds": [seeds]}, need_model)
 
 
 if __name__ == "__main__":

@@ -46,21 +46,14 @@ from transformers.models.upernet.modeling_upernet import UperNetHead
 
 import tcnn_probe
 from common.digits import ClutteredDigits, Scene, cluttered_digits
-from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
-from common.options import (
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import SEED_OPTION, small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish
 from common.saliency_scores import on_object
 from common.stepwise import shuffled_rows, take_steps, warm_up_and_anneal
-from tcnn_probe.evaluation import mean_interval
+from common.verdicts import compared, learned
 from tcnn_probe.plot import OKABE_ITO
 
 SIZE, FRAGMENTS = 32, 3
@@ -87,9 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput.from_args(args, "segmentation_attention")
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
-    draw(results).savefig(output.figure, dpi=200)
-    print(table(results))
-    output.print_files()
+    output.show(draw(results), table(results))
     return finish(check(results), "digits")
 
 
@@ -325,9 +316,7 @@ def table(results: xr.Dataset) -> str:
     iou = results.iou.mean("image")
     lines.append(f"IoU of the segmenters' strokes: {float(iou.mean()):.2f}")
     for name, values in differences(results).items():
-        low, high = mean_interval(values, "seed").values.tolist()
-        verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
+        lines.append(f"{name:48}{compared(values, 'seed', 'above zero', 'BELOW zero')}")
     return "\n".join(lines)
 
 
@@ -348,29 +337,20 @@ def check(results: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=from_least(1), help="epochs of the classifier (default: 6)")
-    group.add_argument(
-        "--fine-epochs",
-        type=from_least(1),
-        help="epochs of each fine-tuning (default: 3)",
-    )
-    group.add_argument(
-        "--seeds", type=from_least(1), help="trainings of the whole chain (default: 3)"
-    )
-    group.add_argument(
-        "--limit",
-        type=from_least(40),
-        help="number of digits to use, a quarter of them for validation (default: all)",
-    )
-    add_seed(group, small="1 seed, 6 and 3 epochs")
-    add_output(parser)
-    args = parsed(parser, arguments, "segmentation_attention")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 6, "fine_epochs": 3, "limit": 400})
-    fill_in(args, {"seeds": 3, "epochs": 6, "fine_epochs": 3})
-    return args
+    options = [
+        Option("--epochs", "epochs of the classifier", from_least(1), 6),
+        Option("--fine-epochs", "epochs of each fine-tuning", from_least(1), 3),
+        Option("--seeds", "trainings of the whole chain", from_least(1), 3, small=1),
+        Option(
+            "--limit",
+            "number of digits to use, a quarter of them for validation (default: all)",
+            from_least(40),
+            small=400,
+        ),
+        SEED_OPTION,
+        small_option("1 seed, few digits"),
+    ]
+    return parse_options(__doc__, "segmentation_attention", arguments, {"training": options})
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ On your own images, as the paper did on ImageNet with a GPU:
 import argparse
 import math
 import sys
-from contextlib import nullcontext
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -61,21 +60,13 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
-from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters, whole_ticks
-from common.options import (
-    add_output,
-    fill_in,
-    from_least,
-    parsed,
-    positive_number,
-    study_parser,
-)
-from common.output import write_whole
+from common.option_table import training_options
+from common.options import Option, from_least, need_model, parse_options, positive_number
+from common.output import ended, finish, seeds_of
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import compared, learned
 from tcnn_model import GPSA, gpsa_layers, reparameterize
-from tcnn_probe.evaluation import mean_interval
 from tcnn_probe.plot import OKABE_ITO
 
 GATED, UNGATED, REDRAWN = "gated", "ungated", "filters drawn anew"
@@ -96,24 +87,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     arms = [GATED, UNGATED, REDRAWN, *(f"SGD, {lr:g}" for lr in args.sgd_lrs)]
-    first = begin("tcnn_claims", args, stages=args.seeds * (1 + len(arms)))
-    seeds = range(args.seed, args.seed + args.seeds)
+    first = begin("tcnn_claims", args)
     by_seed = []
-    for seed in seeds:
+    for seed in seeds_of(args):
         # Each seed has its own split and its own CNN.
-        study = first.with_cnn(argparse.Namespace(**{**vars(args), "seed": seed}))
+        study = first.with_seed(seed)
         study.train_cnn(f"cnn_{seed}")
         trained = [train(study, arm, seed) for arm in arms]
         by_seed.append(
             # The join is outer, since arms without gates lack the variables of gates.
             xr.concat(trained, xr.Variable("arm", np.array(arms, object)), join="outer")
         )
-    results = xr.concat(by_seed, xr.Variable("seed", list(seeds)))
+    results = xr.concat(by_seed, xr.Variable("seed", list(seeds_of(args))))
     results["images"] = len(first.validation)
     first.output.save(results)
-    draw(results).savefig(first.output.figure, dpi=200)
-    print(table(results))
-    first.output.print_files()
+    first.output.show(draw(results), table(results))
     return finish(check(results, first.chance), args.data)
 
 
@@ -162,7 +150,7 @@ def convert(arm: str, study: Study, seed: int) -> nn.Module:
     """Convert the CNN to the T-CNN of an arm; all arms of a seed have the same queries and keys."""
     # The seed determines queries and keys, so that arms of a seed differ in their treatment alone.
     torch.manual_seed(seed)
-    tcnn = reparameterize(study.cnn)
+    tcnn = reparameterize(study.model)
     for name, layer in gpsa_layers(tcnn).items():
         if arm == UNGATED:
             tcnn.set_submodule(name, Ungated(layer))
@@ -181,35 +169,19 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
         # gradient.
         recipe = {"opt": "momentum", "lr": float(arm.split()[-1]), "qk_lr": None}
     file = f"{arm.replace(' ', '-').replace(',', '')}_{seed}"
+    title = f"{arm}, seed {seed}"
     images = probed_images(study.validation, IMAGES).images.to(study.args.device)
-    measurements = []
+    training = partial(study.record, tcnn, study.output.beside(f"_{file}.zarr"), file, title)
     # The recorder does not know layers without gates.
-    recorded = nullcontext() if arm == UNGATED else record(study, tcnn, file)
-    with recorded as recorder:
-        for result in study.finetune(tcnn, file, f"{arm}, seed {seed}", seed=seed, **recipe):
-            path = study.output.checkpoints / f"{file}-{result.epoch}.zarr"
-            # A resumed run has the last weights at each of its first epochs, and has marked and
-            # measured them before.
-            if recorder is not None:
-                recorder.mark(if_marked="skip", **asdict(result))
-            if not path.exists():
-                # Measuring runs the model once more, which must not count as validation.
-                with recorder.pause() if recorder else nullcontext():
-                    write_whole(measured(tcnn, images), path)
-            of_epoch = xr.open_zarr(path, consolidated=False).load()
-            of_epoch = of_epoch.assign(top1=result.top1)
-            measurements.append(of_epoch.assign_coords(epoch=result.epoch))
-        ds = xr.concat(measurements, "epoch")
-        if recorder is None:
-            return ds
-        heads = recorder.dataset.load()
+    if arm == UNGATED:
+        training = partial(study.finetune, tcnn, file, title)
+    heads, ds = study.measure_epochs(
+        partial(training, **recipe), file, lambda: measured(tcnn, images)
+    )
+    if arm == UNGATED:
+        return ds
     ds["head_type"] = tcnn_probe.head_types(heads, by="gate").astype(object)
     return ds.assign(gate=heads.gate).reset_coords(drop=True)
-
-
-def record(study: Study, tcnn: nn.Module, file: str) -> tcnn_probe.Recorder:
-    """Record the heads of a T-CNN into a store of its own."""
-    return tcnn_probe.record(tcnn, study.output.beside(f"_{file}.zarr"))
 
 
 @torch.no_grad()
@@ -347,7 +319,7 @@ def draw(results: xr.Dataset) -> Figure:
     whole_ticks(panels[2])
     draw_optimizers(panels[3], last.top1)
     for panel in panels[1:3]:
-        panel.legend(frameon=False)
+        panel.legend()
     add_letters(panels)
     return figure
 
@@ -381,7 +353,7 @@ def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
         )
     panel.set_xticks(range(gates.sizes["layer"]), gates.layer.values, rotation=20, fontsize=7)
     panel.set(ylabel=r"gate $\sigma(\lambda)$", ylim=(0, 1), title="gates at the end")
-    panel.legend(frameon=False)
+    panel.legend()
 
 
 def draw_optimizers(panel: Axes, top1: xr.DataArray) -> None:
@@ -403,10 +375,8 @@ def table(results: xr.Dataset) -> str:
         "operationalisation"
     ]
     for name, values in differences(results).items():
-        low, high = mean_interval(values, "seed").values.tolist()
         # An interval that contains zero leaves the claim open.
-        verdict = side_of_zero((low, high), "above zero", "BELOW zero")
-        lines.append(f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}")
+        lines.append(f"{name:60} {compared(values, 'seed', 'above zero', 'BELOW zero')}")
     types = results.head_type.sel(arm=GATED).isel(epoch=-1)
     convolutional = (types == "convolutional").sel(head=CENTER)
     everywhere = int(convolutional.all("layer").sum())
@@ -448,31 +418,21 @@ def check(results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="1 seed, 2 epochs, 10 seconds")
-    add = parser.add_argument_group("arms").add_argument
-    add(
-        "--seeds",
-        type=from_least(1),
-        help="trainings of each kind, from --seed on (default: 5)",
-    )
-    add(
-        "--sgd-lrs",
-        type=positive_number,
-        nargs="+",
-        help="peak rates of SGD (default: 0.01 0.1)",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "tcnn_claims")
-    if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 2, "sgd_lrs": [0.1]})
-    digits = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16}
+    few = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16, "cnn_epochs": 6}
     # A rate of 0.005 lets queries and keys move 14 times their initial distance from zero, that of
     # the weights 3 times.
-    digits |= {"cnn_epochs": 6, "epochs": 4, "qk_lr": 5e-3}
-    settle(parser, args, digits=digits)
-    fill_in(args, {"seeds": 5, "sgd_lrs": [0.01, 0.1]})
-    return args
+    training = training_options("1 seed, 2 epochs, 10 seconds", epochs=(4, 2), qk_lr=5e-3, **few)
+    arms = [
+        Option("--seeds", "trainings of each kind, from --seed on", from_least(1), 5, small=1),
+        Option(
+            "--sgd-lrs",
+            "peak rates of SGD",
+            positive_number,
+            [0.01, 0.1],
+            small=[0.1],
+        ),
+    ]
+    return parse_options(__doc__, "tcnn_claims", arguments, {**training, "arms": arms}, need_model)
 
 
 if __name__ == "__main__":

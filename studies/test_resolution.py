@@ -36,7 +36,6 @@ On your own images, as the paper did on ImageNet with a GPU:
 
 import argparse
 import sys
-from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -46,19 +45,14 @@ from torch import nn
 from tqdm import tqdm
 
 import tcnn_probe
-from common.controls import (
-    CONTROLS,
-    TRAINING_TITLES,
-    add_controls,
-    control_models,
-    count_controls,
-)
+from common.controls import CONTROLS, control_options, finetune_controls
 from common.data import at_resolution
-from common.ending import ended, finish, learned
 from common.figures import STYLE, add_letters, ordered_colors
-from common.options import add_output, fill_in, from_least, parsed, study_parser
+from common.option_table import training_options
+from common.options import Option, from_least, need_model, parse_options
+from common.output import InputError, ended, finish
 from common.training import Study, begin
-from common.training_options import add_training, settle
+from common.verdicts import all_learned
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
@@ -80,30 +74,23 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
-    stages = 2 + count_controls(args)
-    study = begin("test_resolution", args, stages=stages, later=("sizes",))
+    study = begin("test_resolution", args, later=("sizes",))
     study.train_cnn()
-    models = {CNN: study.cnn}
 
     # The controls, which are trained for as long.
-    for name, control in control_models(study.cnn, args).items():
-        list(study.finetune(control, name, TRAINING_TITLES[name]))
-        models[CONTROLS[name]] = control
+    controls, _ = finetune_controls(study)
 
     # Convert the CNN and fine-tune it, with every head recorded.
     torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = models[TCNN] = reparameterize(study.cnn)
-    with tcnn_probe.record(tcnn, study.output.beside("_tcnn.zarr")) as recorder:
-        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs already.
-            recorder.mark(if_marked="skip", **asdict(result))
+    tcnn = reparameterize(study.model)
+    study.record(tcnn, study.output.beside("_tcnn.zarr"), "tcnn", "the T-CNN")
 
     # Show all of them the validation images at each resolution, and record the heads along it.
+    models = {CNN: study.model, **{CONTROLS[name]: model for name, model in controls.items()}}
+    models[TCNN] = tcnn
     scores = record_resolutions(study, models)
     study.output.save(scores)
-    draw(scores, args.img_size).savefig(study.output.figure, dpi=200)
-    print(table(scores))
-    study.output.print_files()
+    study.output.show(draw(scores, args.img_size), table(scores))
     return finish(check(scores, args.img_size, study.chance), args.data)
 
 
@@ -116,7 +103,7 @@ def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset
     with tcnn_probe.record(models[TCNN], along="resolution") as recorder:
         for size in tqdm(args.sizes, desc="test resolutions"):
             right, count = dict.fromkeys(models, 0), 0
-            for images, labels in at_resolution(study.cnn, study.loaders[1], size):
+            for images, labels in at_resolution(study.model, study.loaders[1], size):
                 count += len(labels)
                 for name, model in models.items():
                     answers = model(images.to(args.device)).argmax(1).cpu()
@@ -186,9 +173,9 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
     for panel in (a, b, c):
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(fontsize=8)
     # The lines of the layers fill the last panel, so that its legend stands beside it.
-    c.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    c.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     add_letters([a, b, c])
     return figure
 
@@ -208,10 +195,8 @@ def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
     where they were trained than at the lowest resolution.
     """
     trained, lowest = scores.sel(resolution=trained_at), scores.isel(resolution=0)
-    passed = [
-        learned(str(model), float(trained.top1.sel(model=model)), int(scores.images), chance)
-        for model in scores.model.values
-    ]
+    ends = zip(scores.model.values, trained.top1.values, strict=True)
+    passed = [all_learned(ends, int(scores.images), chance)]
     for model in scores.model.values:
         high = float(trained.top1.sel(model=model))
         low = float(lowest.top1.sel(model=model))
@@ -228,24 +213,23 @@ def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add_training(parser, small="4 epochs, 15 seconds")
-    add_controls(parser)
-    add = parser.add_argument_group("resolutions").add_argument
-    add(
+    sizes = Option(
         "--sizes",
-        type=from_least(1),
+        "resolutions of the test images (default: 1/2 to 2 times that of training)",
+        from_least(1),
+        lambda args: [args.img_size * share // 4 for share in (2, 3, 4, 6, 8)],
         nargs="+",
-        help="resolutions of the test images (default: 1/2 to 2 times that of training)",
     )
-    add_output(parser)
-    args = parsed(parser, arguments, "test_resolution")
-    settle(parser, args)
-    fill_in(args, {"sizes": [args.img_size * share // 4 for share in (2, 3, 4, 6, 8)]})
+    groups = {
+        **training_options("4 epochs, 15 seconds"),
+        **control_options(),
+        "resolutions": [sizes],
+    }
+    args = parse_options(__doc__, "test_resolution", arguments, groups, need_model)
     # The check compares with the resolution of training.
     args.sizes = sorted({*args.sizes, args.img_size})
     if len(args.sizes) < 2:
-        parser.error("--sizes: expected another resolution than --img-size")
+        raise InputError("--sizes: expected another resolution than --img-size")
     return args
 
 

@@ -76,20 +76,12 @@ from torch import Tensor, nn
 
 import tcnn_model
 import tcnn_probe
-from common.ending import ended, finish
-from common.figures import whole_ticks
+from common.figures import STYLE, whole_ticks
 from common.health_panels import draw_pictures, find_examples
-from common.image_sets import ImageSet, load_image_set
-from common.options import (
-    add_device,
-    add_output,
-    add_seed,
-    fill_in,
-    from_least,
-    parsed,
-    study_parser,
-)
-from common.output import RunOutput
+from common.option_table import SEED_OPTION, image_set_options, small_option
+from common.options import Option, from_least, parse_options
+from common.output import RunOutput, ended, finish
+from common.small_images import ImageSet, load_image_set
 from common.stepwise import noisy, take_steps
 from tcnn_probe.diagnosis import Finding
 
@@ -165,26 +157,17 @@ def main(arguments: list[str] | None = None) -> int:
         store = folder / f"{training.name}.zarr"
         recordings[training] = train(training, data, args, store)
         print(f"{number} of {len(trainings)}: {training.name}", flush=True)
-    labels = {
-        "illness": [training.illness for training in trainings],
-        "kind": [training.kind for training in trainings],
-        "seed": [training.seed for training in trainings],
-    }
     rows = [result(t.begin(args.epochs), ds) for t, ds in recordings.items()]
-    results = xr.concat(rows, "training").assign_coords(
-        {
-            name: ("training", np.array(values, dtype=object))
-            if name != "seed"
-            else ("training", values)
-            for name, values in labels.items()
-        }
-    )
+    kinds = {
+        name: ("training", np.array([getattr(t, name) for t in trainings], dtype=object))
+        for name in ("illness", "kind")
+    }
+    seeds = "training", [training.seed for training in trainings]
+    results = xr.concat(rows, "training").assign_coords({**kinds, "seed": seeds})
     output.save(results)
-    draw(results, args.epochs).savefig(output.figure, dpi=200)
     examples = find_examples(beside_healthy(recordings))
     draw_pictures(examples).savefig(output.beside("_signs.png"), dpi=150)
-    print(table(results))
-    print(f"wrote {output.store} and {output.figure}")
+    output.show(draw(results, args.epochs), table(results))
     return finish(check(results), args.data)
 
 
@@ -402,7 +385,7 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
     return alarms
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(results: xr.Dataset, epochs: int) -> Figure:
     """Draw a panel for each illness: validation losses,
     a point at the first alarm, a line where it begins.
@@ -477,38 +460,15 @@ def check(results: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser(__doc__)
-    group = parser.add_argument_group("training")
-    add = group.add_argument
-    add("--epochs", type=from_least(4), help="epochs of each training (default: 10)")
-    add("--healthy", type=from_least(1), help="healthy trainings (default: 10)")
-    add(
-        "--seeds",
-        type=from_least(1),
-        help="trainings of each illness, from --seed on (default: 3)",
-    )
-    add(
-        "--data",
-        default="digits",
-        help="folder with train/ and val/, each with a folder per class, of small images of one "
-        "size (default: digits)",
-    )
-    add(
-        "--limit",
-        type=from_least(40),
-        help="number of images of --data to use, a quarter of them for validation (default: all)",
-    )
-    add_device(group)
-    add_seed(
-        group,
-        small="1 healthy training, 1 of each illness that must be named, 4 epochs",
-    )
-    add_output(parser)
-    args = parsed(parser, arguments, "training_health")
-    if args.small:
-        fill_in(args, {"healthy": 1, "seeds": 1, "epochs": 4})
-    fill_in(args, {"healthy": 10, "seeds": 3, "epochs": 10})
-    return args
+    options = [
+        Option("--epochs", "epochs of each training", from_least(4), 10, small=4),
+        Option("--healthy", "healthy trainings", from_least(1), 10, small=1),
+        Option("--seeds", "trainings of each illness, from --seed on", from_least(1), 3, small=1),
+        *image_set_options(),
+        SEED_OPTION,
+        small_option("1 healthy training, 1 of each illness that must be named, 4 epochs"),
+    ]
+    return parse_options(__doc__, "training_health", arguments, {"training": options})
 
 
 if __name__ == "__main__":

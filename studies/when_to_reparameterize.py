@@ -40,20 +40,17 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 import tcnn_probe
-from common.ending import ended, finish, learned, refused
 from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
-from common.options import (
-    add_machine,
-    add_output,
-    fill_in,
-    from_least,
-    need_model,
-    parsed,
-    positive_number,
-    study_parser,
+from common.option_table import (
+    AUGMENT_OPTION,
+    SEED_OPTION,
+    device_option,
+    machine_options,
+    small_option,
 )
-from common.output import RunOutput
-from common.training_options import add_augment, settle_augment
+from common.options import Option, from_least, need_model, parse_options, positive_number
+from common.output import InputError, RunOutput, ended, finish, refused
+from common.verdicts import learned
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config, recipe_settings
 
@@ -72,9 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores["images"] = scores.images.max()
 
     output.save(scores)
-    draw(scores).savefig(output.figure, dpi=200)
-    print(table(scores))
-    output.print_files()
+    output.show(draw(scores), table(scores))
     return finish(check(scores), args.data)
 
 
@@ -159,7 +154,7 @@ def draw(scores: xr.Dataset) -> Figure:
         if scores.heads[row]:
             b.plot([t1], [float(curve.sel(epoch=t1))], "o", color=colors[row], ms=5)
     b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
-    b.legend(title="t1", frameon=False)
+    b.legend(title="t1")
     for panel in (a, b):
         whole_ticks(panel)
     add_letters([a, b])
@@ -223,81 +218,49 @@ def check(scores: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    parser = study_parser(__doc__)
-    add = parser.add_argument_group("model and data").add_argument
-    add("--model", help="timm name of a CNN (default: test_resnet, a small one)")
-    add(
-        "--data",
-        default="digits",
-        help="folder with train/ and val/, and in each a folder for every class (default: digits)",
-    )
-    add(
-        "--img-size",
-        type=from_least(1),
-        help="height and width of the images (default: 64; 224 for --data)",
-    )
-    add(
-        "--limit",
-        type=from_least(4),
-        help="number of training images, and as many to validate on (default: all)",
-    )
-    group = parser.add_argument_group("training")
-    add = group.add_argument
-    add(
-        "--epochs",
-        type=from_least(2),
-        help="epochs in all, t1 + t2 (default: 12; 400 for --data)",
-    )
-    add(
-        "--times",
-        type=from_least(0),
-        nargs="+",
-        help="values of t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
-    )
-    add(
-        "--batch-size",
-        type=from_least(1),
-        help="images per step (default: 32; 256 for --data)",
-    )
-    add("--lr", type=positive_number, help="peak learning rate (default: 0.1)")
-    add_augment(add)
-    add_machine(group, small="2 runs of 3 epochs, 20 seconds")
-    add_output(parser)
-    args = parsed(parser, arguments, "when_to_reparameterize")
-    defaults: dict[str, Any] = {
-        "img_size": 64,
-        "epochs": 12,
-        "batch_size": 32,
-        "lr": 0.1,
-    }
-    if args.small:
-        defaults |= {
-            "img_size": 48,
-            "epochs": 3,
-            "limit": 240,
-            "batch_size": 16,
+    model_and_data = [
+        Option("--model", "timm name of a CNN (default: test_resnet, a small one)"),
+        Option(
+            "--data",
+            "folder with train/ and val/, and in each a folder for every class",
+            default="digits",
+        ),
+        Option(
+            "--img-size", "height and width of the images", from_least(1), 64, small=48, data=224
+        ),
+        Option(
+            "--limit",
+            "number of training images, and as many to validate on (default: all)",
+            from_least(4),
+            small=240,
+            data=None,
+        ),
+    ]
+    training = [
+        Option("--epochs", "epochs in all, t1 + t2", from_least(2), 12, small=3, data=400),
+        Option(
+            "--times",
+            "values of t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
+            from_least(0),
+            lambda args: [args.epochs * share // 4 for share in range(5)],
             # One run that becomes a T-CNN, and the CNN.
-            "times": [1, 3],
-        }
-    settle_augment(parser, args)
-    if args.data != "digits":
-        need_model(parser, args)
-        if args.small:
-            parser.error(
-                "--small is for the digits; with --data, --limit and --epochs make a run short"
-            )
-        defaults = {"img_size": 224, "epochs": 400, "batch_size": 256, "lr": 0.1}
-    fill_in(args, defaults)
-    fill_in(
-        args,
-        {
-            "model": "test_resnet",
-            "times": [args.epochs * share // 4 for share in range(5)],
-        },
-    )
+            small=[1, 3],
+            nargs="+",
+        ),
+        Option("--batch-size", "images per step", from_least(1), 32, small=16, data=256),
+        Option("--lr", "peak learning rate", positive_number, 0.1),
+        AUGMENT_OPTION,
+        device_option(),
+        *machine_options(),
+        SEED_OPTION,
+        small_option("few small images, 2 runs of 3 epochs, 20 seconds", only="digits"),
+    ]
+    groups = {"model and data": model_and_data, "training": training}
+    args = parse_options(__doc__, "when_to_reparameterize", arguments, groups, need_model)
+    args.model = args.model or "test_resnet"
     args.times = sorted({*args.times})
     if len(args.times) < 2 or args.times[-1] > args.epochs:
-        parser.error(
+        raise InputError(
             f"--times: expected at least two, none above --epochs {args.epochs}, got {args.times}"
         )
     return args

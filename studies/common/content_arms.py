@@ -13,17 +13,32 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
 
+from common.options import Option
 from common.stepwise import LABEL_SMOOTHING, rate_factor, take_steps
 from tcnn_model import GPSA, gpsa_layers, parameter_groups, reparameterize
 
 __all__ = [
     "ARMS",
+    "CPU_OPTION",
+    "PROTOCOL",
     "Arm",
     "OffsetKernelGPSA",
     "StaticMapGPSA",
     "converted",
     "train_tail",
 ]
+
+CPU_OPTION = Option("--device", "only the CPU", default="cpu", choices=["cpu"])
+"""Option for the device: autocast, its numbers and the layout of images are those of the CPU."""
+
+PROTOCOL = {
+    "lr": 1e-3,
+    "gating_lr": 0.02,
+    "papers_lr": 1e-4,
+    "papers_gating_lr": 0.1,
+    "weight_decay": 0.05,
+}
+"""Learning rates and weight decay of the protocol."""
 
 QK_STD = 0.02
 """Initial standard deviation of the weights of queries and keys."""

@@ -14,7 +14,7 @@ from scipy import stats
 
 from common.content_arms import ARMS
 from common.content_runs import RECORDED
-from common.crossed_intervals import (
+from common.verdicts import (
     Effect,
     crossed_effect,
     holm,
@@ -23,7 +23,16 @@ from common.crossed_intervals import (
 )
 from tcnn_probe import evaluation
 
-__all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
+__all__ = [
+    "COLORS",
+    "MARGIN",
+    "check",
+    "difference_by_seed",
+    "draw",
+    "report",
+    "stacked",
+    "tree_of",
+]
 
 # The protocol fixed this margin before any run was seen.
 MARGIN = 0.01
@@ -180,7 +189,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
     return dataset.assign_coords(labels)
 
 
-def _stacked(
+def stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
     """Return whether each image is classified correctly,
@@ -198,7 +207,7 @@ def _stacked(
     return by_seed
 
 
-def _difference(
+def difference_by_seed(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
     """Return first minus second for the seeds that both have,
@@ -253,15 +262,15 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
         {run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True
     ):
         for kind in ("clean", "corrupted"):
-            c = _stacked(runs, "C", start, kind)
+            c = stacked(runs, "C", start, kind)
             comparisons = {
-                "C - D": _stacked(runs, "D", start, kind),
-                "C - C static": _stacked(runs, "C", start, f"{kind}_static"),
-                "C - A": _stacked(runs, "A", 0.0, kind),
+                "C - D": stacked(runs, "D", start, kind),
+                "C - C static": stacked(runs, "C", start, f"{kind}_static"),
+                "C - A": stacked(runs, "A", 0.0, kind),
             }
             for name, comparison in comparisons.items():
                 # The difference is None while no seed is finished in both arms.
-                difference = _difference(c, comparison)
+                difference = difference_by_seed(c, comparison)
                 if difference is not None:
                     # A corrupted image counts with its mean over corruptions.
                     by_image = difference if kind == "clean" else difference.mean(1)
@@ -317,8 +326,8 @@ def _together(answers: list[str]) -> str:
 
 def _families(runs: list[xr.Dataset], start: float) -> list[str]:
     """Return lines on C - D by family of corruptions."""
-    difference = _difference(
-        _stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted")
+    difference = difference_by_seed(
+        stacked(runs, "C", start, "corrupted"), stacked(runs, "D", start, "corrupted")
     )
     if difference is None:
         return []

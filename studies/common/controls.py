@@ -8,15 +8,11 @@ import copy
 import torch
 from torch import nn
 
-from tcnn_model import reparameterize, unstride
+from common.options import Option
+from common.training import Study
+from tcnn_model import EpochResult, reparameterize, unstride
 
-__all__ = [
-    "CONTROLS",
-    "TRAINING_TITLES",
-    "add_controls",
-    "control_models",
-    "count_controls",
-]
+__all__ = ["CONTROLS", "TRAINING_TITLES", "control_models", "control_options", "finetune_controls"]
 
 CONTROLS = {
     "control": "CNN, fine-tuned",
@@ -40,21 +36,19 @@ NEAR_START = {"locality_strength": 5.0, "gating": 4.0}
 """
 
 
-def add_controls(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a second and a third control."""
-    help_ = (
+def control_options() -> dict[str, list[Option]]:
+    """Return the options for a second and a third control."""
+    grid = (
         "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without "
         "attention"
     )
-    group = parser.add_argument_group("controls")
-    group.add_argument("--unstrided", action="store_true", help=help_)
-    help_ = "a third control: the T-CNN that starts near the CNN at stride 1, on the same grid"
-    group.add_argument("--matched-start", action="store_true", help=help_)
-
-
-def count_controls(args: argparse.Namespace) -> int:
-    """Return the number of models that :func:`control_models` makes."""
-    return 1 + args.unstrided + args.matched_start
+    start = "a third control: the T-CNN that starts near the CNN at stride 1, on the same grid"
+    return {
+        "controls": [
+            Option("--unstrided", grid, bool),
+            Option("--matched-start", start, bool),
+        ]
+    }
 
 
 def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
@@ -73,3 +67,14 @@ def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Mod
         torch.manual_seed(args.seed)
         models["matched"] = reparameterize(cnn, **NEAR_START)
     return models
+
+
+def finetune_controls(
+    study: Study,
+) -> tuple[dict[str, nn.Module], dict[str, list[EpochResult]]]:
+    """Fine-tune the controls of a study, and return them and their results, by name."""
+    models = control_models(study.model, study.args)
+    results = {
+        name: study.finetune(model, name, TRAINING_TITLES[name]) for name, model in models.items()
+    }
+    return models, results

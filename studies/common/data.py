@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
 from common.digits import MEAN, STD, ClutteredDigits, cluttered_digits
-from common.ending import InputError
 from common.folder import ClassFolders, imagenet_rows, open_folder, spread
 from common.models import check_input, own_model
+from common.output import InputError
 
 __all__ = [
     "Loaders",
@@ -32,6 +32,7 @@ __all__ = [
     "digits_loaders",
     "image_loaders",
     "labels_of",
+    "loaders_for",
     "own_model_and_data",
     "probed_images",
     "with_shuffled_labels",
@@ -58,6 +59,12 @@ def digits_loaders(
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(
         validation, 2 * batch_size
     )
+
+
+def loaders_for(args: Namespace) -> Loaders:
+    """Return the batches of digits for a command line."""
+    sizes = {"size": args.img_size, "batch_size": args.batch_size, "clutter": args.clutter}
+    return digits_loaders(**sizes, seed=args.seed, limit=args.limit)
 
 
 def with_shuffled_labels(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

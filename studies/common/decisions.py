@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common.data import PixelBatches, own_model_and_data
-from common.ending import refused
-from common.output import RunOutput
+from common.output import RunOutput, refused
 from tcnn_probe import evaluation
 
 __all__ = ["agree_on_errors", "by_condition", "compare_given"]
@@ -32,9 +31,7 @@ def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
     results, output = decide(args, later)
     output.save(results)
     rates = by_condition(results, "group")
-    draw_pairs(rates).savefig(output.figure, dpi=200)
-    print(pair_table(rates))
-    output.print_files()
+    output.show(draw_pairs(rates), pair_table(rates))
     passed = True
     for first, second in combinations(results.model.values.tolist(), 2):
         differ = float(rates.sel(model=first, other=second, group="clean").mean())

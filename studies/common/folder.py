@@ -8,7 +8,7 @@ from pathlib import Path
 import timm.data
 from PIL import Image
 
-from common.ending import InputError
+from common.output import InputError
 from tcnn_model import class_folders
 from tcnn_model.pictures import read_picture
 

@@ -171,7 +171,7 @@ def clearest_head(ds: xr.Dataset, finding: Finding) -> int | None:
     return finding.heads[int(position)]
 
 
-@mpl.rc_context(STYLE | {"font.size": 8})
+@mpl.rc_context(STYLE | {"font.size": 8, "legend.frameon": True})
 def draw_pictures(examples: Mapping[str, Example]) -> Figure:
     """Draw two panels for each sign that has an example: the healthy training, and the ill one."""
     # Two signs a row, with two panels each.

@@ -16,8 +16,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_model.models  # noqa: F401 (registers PatchConvNet with timm)
-from common.ending import InputError
 from common.folder import imagenet_rows
+from common.output import InputError
 from tcnn_model.training.checkpoint import check_sums
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "small_patchconvnet",
     "small_resnet",
     "small_vit",
+    "widened",
 ]
 
 SMALL_RESNETS: dict[str, dict[str, Any]] = {
@@ -55,6 +56,17 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
     return model
 
 
+def widened(model: nn.Module) -> nn.Module:
+    """Reinitialise the linear layers of a model
+    in place with torch's defaults, and return the model.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            # timm's initial values, for widths of 192 and more, are too small for 32 or 48.
+            layer.reset_parameters()
+    return model
+
+
 def small_patchconvnet(num_heads: int = 1) -> nn.Module:
     """Return a PatchConvNet for 64 x 64 scenes: width 32,
     four blocks, 16 x 16 patches of 4 x 4 pixels.
@@ -72,11 +84,7 @@ def small_patchconvnet(num_heads: int = 1) -> nn.Module:
     )
     for convolution in (model.stem[0], model.stem[2]):
         convolution.stride = 1, 1
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            # The published initial values, for widths of 384 and more, are too small for 32.
-            layer.reset_parameters()
-    return model
+    return widened(model)
 
 
 def small_vit(cnn: nn.Module, size: int) -> nn.Module:

@@ -1,22 +1,80 @@
-"""Output files of a run, which are never mixed with those of another run."""
+"""Output files of a run, which are never mixed with those of another run;
+refusals, and the exit code of a study.
+"""
 
 import argparse
 import json
 import os
 import shutil
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xarray as xr
+from matplotlib.figure import Figure
 
-from common.ending import InputError
+__all__ = [
+    "InputError",
+    "RunOutput",
+    "ended",
+    "finish",
+    "refused",
+    "saved_options",
+    "seeds_of",
+    "write_whole",
+]
 
-__all__ = ["RunOutput", "saved_options", "write_whole"]
+REFUSED, NOT_SEEN, INTERRUPTED = 2, 3, 130  # 1 is Python's own, for a crash
 
 NOT_SAVED = ("out", "resume", "overwrite", "device", "workers")
 """Options that do not affect a study's results."""
+
+
+class InputError(Exception):
+    """Input of a user that a study cannot use. The message says what to do."""
+
+
+@contextmanager
+def refused(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions of these types, which the user's input caused, into refusals."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error) or type(error).__name__) from error
+
+
+def ended(main: Any, arguments: list[str] | None = None) -> int:
+    """Run a study and return the exit code of ``main``,
+    or 2 for a refusal, with a message but no traceback.
+    """
+    try:
+        return main(arguments)
+    except InputError as error:
+        # The message of an error in a loading process begins with its traceback.
+        reason = str(error).rpartition("InputError: ")[2].strip()
+        print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
+        # argparse exits with the same code for wrong options.
+        return REFUSED
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command with --resume continues", file=sys.stderr)
+        return INTERRUPTED
+
+
+def finish(passed: bool, data: str) -> int:
+    """Return the exit code after the checks:
+    on the user's own data a check that fails is a finding, not an error.
+    """
+    if passed:
+        return 0
+    # On the digits a check that fails is a fault in the code or a matter of chance to look into.
+    if data == "digits":
+        return NOT_SEEN
+    print("The checks say what the digits show. On your own data they are findings, not errors.")
+    return 0
 
 
 def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
@@ -34,6 +92,14 @@ def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
         raise InputError(
             f"--resume: cannot read {file} ({error}); --overwrite begins anew"
         ) from None
+
+
+Results = xr.Dataset | xr.DataTree
+
+
+def seeds_of(args: argparse.Namespace) -> range:
+    """Return the seeds of a command line with ``--seed``, the first one, and ``--seeds``."""
+    return range(args.seed, args.seed + args.seeds)
 
 
 class RunOutput:
@@ -135,6 +201,18 @@ class RunOutput:
             overwrite=args.overwrite,
         )
 
+    def once(self, name: str, measure: Callable[[], xr.Dataset]) -> xr.Dataset:
+        """Return the numbers of a part of the study, from disk if a killed run has measured it.
+
+        Args:
+            name: Name of the part, and of its store among the checkpoints.
+            measure: Function that returns the numbers.
+        """
+        path = self.checkpoints / f"{name}.zarr"
+        if not path.exists():
+            write_whole(measure(), path)
+        return xr.open_zarr(path, consolidated=False).load()
+
     def by_seed(self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]) -> xr.Dataset:
         """Measure with each seed and return the results along ``seed``;
         seeds of a killed run are read from disk.
@@ -145,15 +223,12 @@ class RunOutput:
                 ``seed``.
         """
         parts = []
-        for seed in range(args.seed, args.seed + args.seeds):
-            part = self.checkpoints / f"seed-{seed:04d}.zarr"
-            if not part.exists():
-                write_whole(measure(seed), part)
-            parts.append(xr.open_zarr(part, consolidated=False).load())
+        for seed in seeds_of(args):
+            parts.append(self.once(f"seed-{seed:04d}", partial(measure, seed)))
             print(f"seed {seed} is done", flush=True)
         return xr.concat(parts, "seed", combine_attrs="override")
 
-    def save(self, results: xr.Dataset | xr.DataTree) -> None:
+    def save(self, results: Results) -> None:
         """Write the numbers with consolidated metadata,
         without which xarray warns everyone who opens them.
         """
@@ -166,9 +241,20 @@ class RunOutput:
             warnings.filterwarnings("ignore", "Consolidated metadata")
             plain.to_zarr(self.store, mode="w", consolidated=True)
 
-    def print_files(self) -> None:
-        """Print where the numbers and the figure are."""
-        print(f"wrote {self.store} and {self.figure}")
+    def show(self, figure: Figure, *texts: str, dpi: int = 200, files: Sequence[Path] = ()) -> None:
+        """Write the figure, and print the tables of a study and where its files are.
+
+        Args:
+            figure: Figure.
+            texts: What to print.
+            dpi: Resolution of the figure.
+            files: Further files of the study, to be named.
+        """
+        figure.savefig(self.figure, dpi=dpi)
+        for text in texts:
+            print(text)
+        *first, last = map(str, (self.store, self.figure, *files))
+        print(f"wrote {', '.join(first)} and {last}")
 
     def beside(self, ending: str) -> Path:
         """Return the path of a further file or folder of the run: the study's name with an ending.

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_sample_image
 from torch import Tensor, nn
 
-from common.ending import InputError, refused
 from common.folder import spread
+from common.output import InputError, refused
 from tcnn_model.pictures import picture_endings, read_picture
 from tcnn_probe.images import as_images
 

@@ -6,7 +6,7 @@ import timm.models
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.ending import InputError
+from common.output import InputError
 
 __all__ = ["ResNet20", "Tail", "Trunk", "load_weights"]
 

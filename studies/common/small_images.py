@@ -1,5 +1,5 @@
-"""Small photographs, such as CIFAR-10's, decoded once;
-their crops and flips for training are numbered views.
+"""Small photographs, such as CIFAR-10's, decoded once, with numbered views of crops and flips; and
+images in memory, digits or photographs, for trainings from scratch.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.ending import InputError
+from common.digits import plain_digits
 from common.folder import ClassFolders, open_folder
+from common.output import InputError
 
 __all__ = [
     "MEAN",
     "STD",
+    "ImageSet",
     "SmallImages",
     "atomic_save",
     "decoded",
+    "load_image_set",
     "normalized",
     "split",
     "views",
@@ -155,3 +158,43 @@ def _read(images: ClassFolders) -> SmallImages:
     if len({picture.shape for picture in pixels}) > 1:
         raise InputError("--data: expected images of one size, got several")
     return SmallImages(np.stack(pixels), np.array(images.targets, np.int64))
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Training and validation images, with the settings by which small transformers learn them.
+
+    Args:
+        images, labels: Training images, (N, C, H, H), and their classes.
+        validation, validation_labels: Validation images and their classes.
+        patch: Side of a patch, in pixels.
+        rate, batch: Learning rate and batch size.
+    """
+
+    images: Tensor
+    labels: Tensor
+    validation: Tensor
+    validation_labels: Tensor
+    patch: int
+    rate: float
+    batch: int
+
+
+def load_image_set(data: str, limit: int | None, cache: Path) -> ImageSet:
+    """Return the digits, or the photographs of a folder.
+
+    Args:
+        data: "digits", or a folder with train/ and val/.
+        limit: Number of photographs to use, a quarter of them for validation; None for all.
+        cache: Folder of the decoded photographs.
+
+    Raises:
+        InputError: The folder has another layout, or images of several sizes.
+    """
+    if data == "digits":
+        images = (*plain_digits(training=True), *plain_digits(training=False))
+        return ImageSet(*images, patch=2, rate=3e-3, batch=96)
+    arrays = []
+    for part in decoded(data, cache, limit):
+        arrays += [normalized(part.pixels), torch.from_numpy(part.labels)]
+    return ImageSet(*arrays, patch=4, rate=1e-3, batch=48)

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.digits import plain_digits
-from common.ending import learned
+from common.verdicts import all_learned
 
 __all__ = [
     "LABEL_SMOOTHING",
     "SHAPE",
     "accuracy",
-    "all_learned",
     "decisions",
+    "digits_learned",
     "fit",
     "noisy",
     "order_of_images",
@@ -32,7 +32,6 @@ __all__ = [
     "shuffled_rows",
     "take_steps",
     "warm_up_and_anneal",
-    "widened",
 ]
 
 LABEL_SMOOTHING = 0.1  # DeiT's, whose recipe the T-CNN paper follows
@@ -159,17 +158,6 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
     model.eval()
 
 
-def widened(model: nn.Module) -> nn.Module:
-    """Reinitialise the linear layers of a model
-    in place with torch's defaults, and return the model.
-    """
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            # timm's initial values, for widths of 192 and more, are too small for 48.
-            layer.reset_parameters()
-    return model
-
-
 @torch.no_grad()
 def decisions(model: nn.Module) -> Tensor:
     """Return the classes that a model gives the validation digits, (N,)."""
@@ -183,11 +171,10 @@ def accuracy(decided: Tensor) -> float:
     return float((decided == labels).float().mean())
 
 
-def all_learned(accuracies: Iterable[tuple[str, float]]) -> bool:
+def digits_learned(accuracies: Iterable[tuple[str, float]]) -> bool:
     """Return whether all models, given by name and accuracy on the validation digits,
     beat chance; print a line for each that does not.
     """
     _, labels = plain_digits(training=False)
     chance = float(labels.bincount().max() / len(labels))
-    verdicts = [learned(name, top1, len(labels), chance) for name, top1 in accuracies]
-    return all(verdicts)
+    return all_learned(accuracies, len(labels), chance)

@@ -1,28 +1,41 @@
-"""A study's CNN, its data, its output folder, and the recipe of its trainings."""
+"""A study's model, its data, its output folder, and the recipe of its trainings."""
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import xarray as xr
+from torch import Tensor, nn
 
-from common.data import Loaders, chance, digits_loaders, own_model_and_data
-from common.ending import refused
-from common.models import check_input, own_model, small_resnet
-from common.output import RunOutput
+import tcnn_probe
+from common.data import Loaders, chance, loaders_for, own_model_and_data
+from common.models import check_input, own_model, pretrained_model, small_resnet
+from common.output import RunOutput, refused
+from common.verdicts import learned
 from tcnn_model import EpochResult, finetune, reparameterize
+from tcnn_probe.images import as_images
 
-__all__ = ["Study", "begin", "model_and_data", "warmup"]
+__all__ = ["Study", "begin", "begin_single", "model_and_data", "small_loaders", "warmup"]
+
+RECIPE = {
+    "epochs": "epochs",
+    "lr": "lr",
+    "gating_lr": "gating_lr",
+    "gating_min_lr": "gating_min_lr",
+    "qk_lr": "qk_lr",
+    "drop_path_rate": "drop_path",
+    "seed": "seed",
+}
+"""Arguments of :func:`tcnn_model.finetune`, and the names of their options."""
 
 
 def begin(
     name: str,
     args: argparse.Namespace,
     *,
-    stages: int,
     later: tuple[str, ...] = (),
     before: Callable[[nn.Module], Any] = lambda cnn: None,
 ) -> "Study":
@@ -31,8 +44,7 @@ def begin(
 
     Args:
         name: Name of the study.
-        args: Command line of the study, settled.
-        stages: Number of trainings to come, for the progress bars.
+        args: Command line of the study.
         later: Options that do not affect training, and so may change when a run is resumed.
         before: Function of the CNN, called before anything is written; its ValueErrors and OSErrors
             are refusals.
@@ -44,30 +56,37 @@ def begin(
         cnn, loaders = _convertible_cnn_and_data(args)
         before(cnn)
         output = RunOutput.from_args(args, name, later=later)
-    return Study(args, cnn, loaders, output, stages)
+    return Study(args, cnn, output, loaders)
 
 
-def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
-    """Return the CNN, and training and validation batches for it."""
-    if args.data != "digits":
-        return own_model_and_data(args, args.img_size)
-    loaders = digits_loaders(
-        size=args.img_size,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        limit=args.limit,
-        clutter=args.clutter,
-    )
-    if args.model is None:
-        # More threads speed up so small a model little, and slow it down tenfold on a shared
-        # machine.
-        torch.set_num_threads(1)
-        return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
-    digits = [str(digit) for digit in range(10)]
-    cnn = own_model(args, digits, in_chans=1)
-    # A model that does not take the images is refused now, and not after the first epoch.
-    check_input(cnn, loaders[1].dataset[0][0], len(digits))
-    return cnn, loaders
+def begin_single(
+    name: str,
+    args: argparse.Namespace,
+    small_model: Callable[[int], nn.Module],
+    *,
+    before: Callable[[nn.Module], Any] = lambda model: None,
+) -> "Study":
+    """Load the trained model that the user named and its images, or a small model and the digits,
+    as :func:`begin` does.
+
+    Args:
+        name, args, before: See :func:`begin`.
+        small_model: Function that builds the small model for scenes of a height and width.
+    """
+    # Initial weights and scenes are drawn from torch's global generator.
+    torch.manual_seed(args.seed)
+    loaders = images = None
+    with refused(ValueError, RuntimeError, OSError):
+        if args.model:
+            # A trained model is examined as it classifies, in eval mode.
+            model = pretrained_model(args).eval()
+            images = as_images(args.image, model) if getattr(args, "image", None) else None
+        else:
+            loaders = small_loaders(args)
+            model = small_model(args.img_size)
+        before(model)
+        output = RunOutput.from_args(args, name)
+    return Study(args, model, output, loaders, images)
 
 
 def warmup(epochs: int) -> int:
@@ -75,30 +94,28 @@ def warmup(epochs: int) -> int:
     return min(5, max(1, epochs // 5), epochs - 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Study:
-    """CNN, data and output folder of a study; its trainings resume where a killed run stopped.
+    """Model, data and output folder of a study; its trainings resume where a killed run stopped.
 
     Args:
         args: Command line of the study.
-        cnn: CNN, untrained or with the user's weights.
-        loaders: Training and validation batches.
+        model: CNN, or the only model of the study, untrained or with the user's weights.
         output: Output folder, which keeps the checkpoints.
-        stages: Number of trainings, for the progress bars.
+        loaders: Training and validation batches; None for a trained model.
+        images: Images of the user, as the trained model takes them, shape (B, C, H, W).
     """
 
     args: argparse.Namespace
-    cnn: nn.Module
-    loaders: Loaders
+    model: Any
     output: RunOutput
-    stages: int
-    # Shared by the copies of a study with another CNN or other data, so that all its trainings are
-    # numbered in a row.
-    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    loaders: Loaders | None
+    images: Tensor | None = None
 
     @property
     def validation(self) -> Any:
         """Validation set, with a label for each image."""
+        assert self.loaders is not None
         return self.loaders[1].dataset
 
     @property
@@ -106,37 +123,47 @@ class Study:
         """Accuracy of always naming the validation set's most frequent class."""
         return chance(self.validation)
 
+    def learned(self, name: str, accuracy: float) -> bool:
+        """Return whether a model beats chance, or was not trained here;
+        print a line if it does not.
+        """
+        if self.loaders is None:
+            return True
+        return learned(name, accuracy, len(self.validation), self.chance)
+
     def with_cnn(self, args: argparse.Namespace) -> "Study":
         """Return the study with the CNN and the data of another command line;
         raise as :func:`begin` does.
         """
         with refused(ValueError, RuntimeError, OSError):
             cnn, loaders = _convertible_cnn_and_data(args)
-        return replace(self, args=args, cnn=cnn, loaders=loaders)
+        return replace(self, args=args, model=cnn, loaders=loaders)
 
-    def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
-        """Train the CNN to the end; see :meth:`cnn_epochs`."""
-        return list(self.cnn_epochs(file, title))
+    def with_seed(self, seed: int) -> "Study":
+        """Return the study with the CNN of another seed, and its split of the data."""
+        return self.with_cnn(argparse.Namespace(**{**vars(self.args), "seed": seed}))
 
-    def cnn_epochs(self, file: str, title: str) -> Iterator[EpochResult]:
-        """Train the CNN and yield after each epoch; a CNN that came with weights is left as it is.
+    def train_cnn(
+        self,
+        file: str = "cnn",
+        title: str = "training the CNN",
+        after_epoch: Callable[[EpochResult], None] = lambda result: None,
+    ) -> list[EpochResult]:
+        """Train the CNN, and return the result of each epoch;
+        a CNN that came with weights is left as it is.
 
         The optimizer is SGD with momentum, as in the T-CNN paper (Sec. 5), and AdamW on the digits:
         in 15 epochs AdamW reached an accuracy of 0.89, and SGD 0.26 at a learning rate of 0.1 and
         0.20 at 0.05 (one run each).
         """
-        if self.args.pretrained:
-            next(self._numbers)  # the number of stages includes this training
-            return
-        recipe = {
-            "epochs": self.args.cnn_epochs,
-            "lr": self.args.cnn_lr,
-            "seed": self.args.seed,
-        }
-        if self.args.data != "digits":
+        args = self.args
+        if args.pretrained:
+            return []
+        recipe = {"epochs": args.cnn_epochs, "lr": args.cnn_lr, "seed": args.seed}
+        if args.data != "digits":
             # The paper's optimizer for the CNN.
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
-        yield from self._train(self.cnn, file, title, **recipe)
+        return _exhausted(self._train(self.model, file, title, **recipe), after_epoch)
 
     def finetune(
         self,
@@ -144,40 +171,92 @@ class Study:
         file: str,
         title: str,
         *,
-        seed: int | None = None,
+        after_epoch: Callable[[EpochResult], None] = lambda result: None,
         **changes: Any,
-    ) -> Iterator[EpochResult]:
-        """Fine-tune a model in place with the recipe of the command line;
-        see :func:`tcnn_model.finetune`.
+    ) -> list[EpochResult]:
+        """Fine-tune a model in place with the recipe of the command line, and return the result of
+        each epoch; see :func:`tcnn_model.finetune`.
 
         Args:
             model: CNN, or a model that was converted from it.
             file: Name of the checkpoint, from which a killed run resumes.
             title: Title of the progress bar.
-            seed: Seed of the training; None for ``--seed``.
+            after_epoch: Function that is called after each epoch's validation. A resumed run
+                calls it for its first epochs too, with the last weights.
             **changes: Options of the recipe to change, such as ``epochs``, where a study compares
                 recipes.
         """
         args = self.args
-        qk_lr = args.qk_lr
-        if qk_lr is None and args.data != "digits":
+        recipe = {key: getattr(args, name) for key, name in RECIPE.items() if name in args}
+        if getattr(args, "data", "digits") != "digits" and recipe.get("qk_lr") is None:
             # A few steps at the paper's rate would leave queries and keys where they start.
-            qk_lr = "papers"
-        recipe = {
-            "epochs": args.epochs,
-            "lr": args.lr,
-            "gating_lr": args.gating_lr,
-            "gating_min_lr": args.gating_min_lr,
-            "qk_lr": qk_lr,
-            "drop_path_rate": args.drop_path,
-            "seed": args.seed if seed is None else seed,
-        }
-        return self._train(model, file, title, **{**recipe, **changes})
+            recipe["qk_lr"] = "papers"
+        return _exhausted(self._train(model, file, title, **recipe | changes), after_epoch)
+
+    def record(
+        self,
+        model: nn.Module,
+        store: Path,
+        file: str,
+        title: str,
+        *,
+        also: Callable[[EpochResult], Mapping[str, Any]] = lambda result: {},
+        after_epoch: Callable[[EpochResult], None] | None = None,
+        probes: Any = None,
+        images: Any = None,
+        **changes: Any,
+    ) -> xr.Dataset:
+        """Fine-tune a model with every head recorded, and return the recording.
+
+        Args:
+            model, file, title, after_epoch, changes: See :meth:`finetune`. The recorder does not
+                count what ``after_epoch`` shows the model.
+            store: Store of the recording.
+            also: Function of an epoch's result that returns further values to mark.
+            probes, images: See :func:`tcnn_probe.record`.
+        """
+        options = {} if images is None else {"images": images}
+        with tcnn_probe.record(model, store, probes=probes, **options) as recorder:
+
+            def mark(result: EpochResult) -> None:
+                # A resumed run has marked its first epochs already.
+                recorder.mark(if_marked="skip", **also(result), **asdict(result))
+                if after_epoch is not None:
+                    with recorder.pause():
+                        after_epoch(result)
+
+            self.finetune(model, file, title, after_epoch=mark, **changes)
+            return recorder.dataset.load()
+
+    def measure_epochs(
+        self,
+        train: Callable[..., Any],
+        part: str,
+        measure: Callable[[], xr.Dataset],
+    ) -> tuple[Any, xr.Dataset]:
+        """Run a training and measure after each epoch; return the result of the training,
+        and the numbers with the accuracy along ``epoch``.
+
+        A resumed run has the numbers of its first epochs, and not their weights.
+
+        Args:
+            train: Function that takes ``after_epoch``, such as a partial of :meth:`finetune`.
+            part: Name of the numbers among the checkpoints.
+            measure: Function that returns the numbers.
+        """
+        by_epoch = []
+
+        def after_epoch(result: EpochResult) -> None:
+            numbers = self.output.once(f"{part}-{result.epoch:04d}", measure)
+            by_epoch.append(numbers.assign(top1=result.top1).assign_coords(epoch=result.epoch))
+
+        trained = train(after_epoch=after_epoch)
+        return trained, xr.concat(by_epoch, "epoch")
 
     def _train(
         self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any
     ) -> Iterator[EpochResult]:
-        number = next(self._numbers)
+        assert self.loaders is not None
         # Examples are a damaged checkpoint, and a --drop-path outside [0, 1).
         with refused(ValueError):
             yield from finetune(
@@ -186,11 +265,28 @@ class Study:
                 epochs=epochs,
                 warmup_epochs=warmup(epochs),
                 checkpoint=self.output.checkpoints / f"{file}.pt",
-                name=f"{number}/{self.stages} {title}",
+                name=title,
                 device=self.args.device,
                 amp=self.args.amp,
                 **recipe,
             )
+
+
+def _exhausted(
+    results: Iterator[EpochResult], after_epoch: Callable[[EpochResult], None]
+) -> list[EpochResult]:
+    history = []
+    for result in results:
+        after_epoch(result)
+        history.append(result)
+    return history
+
+
+def small_loaders(args: argparse.Namespace) -> Loaders:
+    """Return batches of digits for a small model, and let torch use a single thread."""
+    # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
+    torch.set_num_threads(1)
+    return loaders_for(args)
 
 
 def _convertible_cnn_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
@@ -200,4 +296,19 @@ def _convertible_cnn_and_data(args: argparse.Namespace) -> tuple[nn.Module, Load
     torch.manual_seed(args.seed)
     cnn, loaders = model_and_data(args)
     reparameterize(cnn.to(args.device))
+    return cnn, loaders
+
+
+def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
+    """Return the CNN, and training and validation batches for it."""
+    if args.data != "digits":
+        return own_model_and_data(args, args.img_size)
+    if args.model is None:
+        loaders = small_loaders(args)
+        return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
+    loaders = loaders_for(args)
+    digits = [str(digit) for digit in range(10)]
+    cnn = own_model(args, digits, in_chans=1)
+    # A model that does not take the images is refused now, and not after the first epoch.
+    check_input(cnn, loaders[1].dataset[0][0], len(digits))
     return cnn, loaders

@@ -30,7 +30,8 @@ import representations
 import resmlp_weights
 import test_resolution as resolution
 import when_to_reparameterize
-from common.ending import finish, learned
+from common.output import finish
+from common.verdicts import learned
 
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
@@ -73,6 +74,8 @@ def maps(
             "center_x": place,
             "peak_y": peak,
             "peak_x": peak,
+            "query_y": place.isel(head=0) + 1,
+            "query_x": place.isel(head=0) + 2,
         }
     )
     return (ds.assign(attention=(("epoch", "image", "layer", "head", "y", "x"), attention)),)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import xarray as xr
 
-from common.content_evolution import draw_content, gain
 from common.data import digits_loaders, with_shuffled_labels
-from common.head_types import COLORS
+from common.figures import COLORS
+from common.removal_report import draw_content, gain
 
 
 def two_layers(start: float, end: float, *, gate: bool = True) -> xr.Dataset:

@@ -22,16 +22,16 @@ from common.content_arms import (
     train_tail,
 )
 from common.content_report import _together
-from common.crossed_intervals import (
+from common.resnet20 import ResNet20, Tail, Trunk
+from common.small_images import SmallImages, views
+from common.stepwise import order_of_images, rate_factor
+from common.verdicts import (
     Effect,
     crossed_effect,
     holm,
     seeds_to_decide,
     verdict,
 )
-from common.resnet20 import ResNet20, Tail, Trunk
-from common.small_images import SmallImages, views
-from common.stepwise import order_of_images, rate_factor
 from tcnn_model import GPSA, gpsa_layers
 
 

@@ -11,8 +11,8 @@ from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from common.data import RAND_AUGMENT, image_loaders
-from common.ending import InputError
 from common.folder import open_folder
+from common.output import InputError
 
 
 def test_random_augmentations_do_not_fail() -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms.functional import normalize
 
 import disagreement
-from common.ending import ended
+from common.output import ended
 from disagreement import CNN, ORDER, START, TCNN
 
 

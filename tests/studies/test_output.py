@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from common.ending import InputError
-from common.output import RunOutput
+from common.output import InputError, RunOutput
 
 
 def test_overwriting_deletes_only_the_files_of_the_run(tmp_path: Path) -> None:

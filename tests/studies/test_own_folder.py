@@ -19,9 +19,9 @@ from common.data import (
     own_model_and_data,
     probed_images,
 )
-from common.ending import InputError, ended
 from common.folder import open_folder
 from common.models import own_model
+from common.output import InputError, ended
 from tcnn_probe import evaluation
 
 

@@ -12,7 +12,6 @@ import xarray as xr
 from PIL import Image
 from scipy.stats import spearmanr
 
-from common.ending import InputError
 from common.head_ladder import (
     attention_deviation,
     choose,
@@ -21,6 +20,7 @@ from common.head_ladder import (
     trained_convolutions,
     within_blocks,
 )
+from common.output import InputError
 from common.pretrained import load_network, load_photographs
 from pretrained_heads import report
 

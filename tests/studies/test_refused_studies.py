@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import attention_maps
 import class_attention_saliency
 import representations
-from common.ending import ended
+from common.output import ended
 from tcnn_probe.images import as_images
 from tests.studies.test_small_forms import STUDIES
 
@@ -88,7 +88,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
             f"--model resnet18 --pretrained {__file__}",
             "holds no weights",
         ),
-        ("gating_evolution", "--data . --model resnet18 --small", "are for the digits"),
+        ("gating_evolution", "--data . --model resnet18 --small", "for the digits"),
         ("gating_evolution", "--model nope", "nope"),
         (
             "gating_evolution",
@@ -169,7 +169,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "class_attention_saliency",
             "--data . --model test_resnet --small",
-            "are for the digits",
+            "for the digits",
         ),
         ("class_attention_saliency", "--epochs 0", "is for a trained model"),
         (

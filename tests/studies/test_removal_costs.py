@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 from scipy.stats import t as student
 
-from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_interval
+from common.head_removal import beyond_these_trainings, beyond_zero, mean_and_interval
 
 
 def costs_of_trainings(random: np.random.Generator, trainings: int, between: float) -> xr.DataArray:

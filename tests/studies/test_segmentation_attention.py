@@ -135,20 +135,3 @@ def test_the_check_can_fail(
 ) -> None:
     assert study.check(results(**changes)) == (not changes)
     assert message in capsys.readouterr().out
-
-
-def test_verdicts_follow_from_the_intervals() -> None:
-    for on_digit, verdict in (
-        (0.5, "above zero"),
-        (0.3, "BELOW zero"),
-        (0.4, "undecided"),
-    ):
-        lines = study.table(results(on_digit=on_digit)).splitlines()
-        (line,) = [
-            text for text in lines if text.startswith("on strokes, by segmentation less before")
-        ]
-        assert line.endswith(verdict)
-    # 0.5 / 0.2 minus 0.4 / 0.2; 4.303, the quantile of t with 2 degrees of freedom, times 0.05 /
-    # sqrt(3).
-    text = study.table(results())
-    assert "+0.500 [+0.376, +0.624] above zero" in text

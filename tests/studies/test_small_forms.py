@@ -105,7 +105,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
     def train_once(
         study: Study, model: nn.Module, file: str, title: str, **recipe: Any
     ) -> Iterator[EpochResult]:
-        key = repr((file.partition("_")[0], recipe))
+        key = repr((file.partition("_")[0], recipe, list(model.state_dict())))
         if key not in trained:
             trained[key] = []
             for result in train(study, model, file, title, **recipe):

@@ -1,13 +1,88 @@
-"""Intervals over trainings and images together, and the verdict that they allow."""
+"""What intervals and numbers of right answers support, in words: over images, or over trainings and
+images together.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from numpy.typing import NDArray
 from scipy import stats
+from scipy.stats import binomtest
 
-__all__ = ["Effect", "crossed_effect", "holm", "seeds_to_decide", "verdict"]
+from tcnn_probe.evaluation import mean_interval
+
+__all__ = [
+    "Effect",
+    "all_learned",
+    "compared",
+    "crossed_effect",
+    "holm",
+    "learned",
+    "seeds_to_decide",
+    "side_of_zero",
+    "verdict",
+    "with_interval",
+]
+
+
+def with_interval(values: xr.DataArray, dim: str | Sequence[str] = "image", digits: int = 3) -> str:
+    """Return the mean over a sample with its 95 % interval, as text."""
+    mean, *bounds = (
+        f"{float(x):+.{digits}f}" for x in (values.mean(), *mean_interval(values, dim).values)
+    )
+    return f"{mean} [{', '.join(bounds)}]"
+
+
+def compared(
+    values: xr.DataArray,
+    dim: str | Sequence[str],
+    above: str,
+    below: str,
+    neither: str = "undecided",
+) -> str:
+    """Return the mean of differences with its interval, and the word for the interval's side."""
+    words = side_of_zero(mean_interval(values, dim).values, above, below, neither)
+    return f"{with_interval(values, dim)} {words}"
+
+
+def side_of_zero(
+    interval: Iterable[float], above: str, below: str, neither: str = "undecided"
+) -> str:
+    """Return the word for an interval that lies above zero, lies below it, or contains it."""
+    low, high = interval
+    if low > 0:
+        return above
+    return below if high < 0 else neither
+
+
+def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
+    """Return whether accuracy is above chance (one-sided binomial test, 1 %);
+    print a line if it is not.
+
+    Args:
+        model: Name of the model.
+        accuracy: Accuracy on the images.
+        images: Number of images.
+        chance: Accuracy of always naming the most frequent class.
+    """
+    if binomtest(round(accuracy * images), images, chance, alternative="greater").pvalue < 0.01:
+        return True
+    print(
+        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images is not "
+        f"significantly above the {chance:.3f} of always naming the most frequent class"
+    )
+    return False
+
+
+def all_learned(accuracies: Iterable[tuple[str, Any]], images: int, chance: float) -> bool:
+    """Return whether all models, given by name and accuracy, beat chance;
+    print a line for each that does not.
+    """
+    verdicts = [learned(str(name), float(top1), images, chance) for name, top1 in accuracies]
+    return all(verdicts)
 
 
 @dataclass(frozen=True)
