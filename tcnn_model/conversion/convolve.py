@@ -6,20 +6,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from timm.layers import Attention
 from torch import nn
 
 from tcnn_model.conversion.tracing import carries_hooks, copy_in_its_modes
 from tcnn_model.convolved.attention import ConvolvedAttention
 from tcnn_model.convolved.gpsa import ConvolvedGPSA
 from tcnn_model.convolved.head_convolution import HeadConvolution
+from tcnn_model.convolved.head_logits import logits_of_class, projections_of
 from tcnn_model.gpsa.layer import GPSA
 
 __all__ = ["convolve"]
 
 Array = NDArray[np.float64]
 
-_LAYERS = "timm's Attention (ViT, DeiT, DINOv2) or a tcnn_model.GPSA layer"
+_LAYERS = (
+    "an attention layer of timm's ViT (DeiT, DINOv2), BEiT, EVA (DINOv3), Swin (V1, V2) or ConViT, "
+    "or a tcnn_model.GPSA"
+)
 
 
 def convolve(
@@ -38,7 +41,8 @@ def convolve(
     k^T) such a head gets the convolution T_i(j) = kernel(j - i) / Z_i, cut to k x k, where Z_i is
     the sum over the keys on the grid and over class and register tokens, which have weights of
     their own. The other heads stay fused attention. Queries and keys of the converted heads are
-    dropped, but for class and register tokens, which as queries keep their own attention.
+    dropped, but for class and register tokens, which as queries keep their own attention. In Swin's
+    windows Z_i counts the keys that a query sees in its window, under the mask of shifted windows.
 
     ::
 
@@ -60,7 +64,9 @@ def convolve(
     come from the heads, and train them.
 
     Args:
-        model: Vision transformer of timm, T-CNN, or any model that contains their attention layers.
+        model: Vision transformer of timm, T-CNN, or any model that contains attention layers of
+            timm's ViT (DeiT, DINOv2), BEiT, EVA (EVA-02, DINOv3, with grouped queries too), ConViT
+            or Swin (V1, V2), or :class:`GPSA`. A wrapper of torch.compile is left out of the copy.
         kernels: Kernels of heads: the result of ``tcnn_probe.head_kernels``, or a mark of a
             recording with ``probes=["offset-kernel"]``. A Dataset with ``offset_kernel``, dims
             (layer, head, offset_y, offset_x), and for class and register tokens ``prefix_kernel``,
@@ -80,11 +86,12 @@ def convolve(
     Raises:
         TypeError: ``model`` is not a module, or ``kernels`` are no such Dataset.
         ValueError: There is no kernel; a kernel is partly NaN, as in recordings of few queries; the
-            model lacks a layer or head; the layer is neither timm's ``Attention`` nor a
-            :class:`GPSA` (windows of Swin, whose shifted windows hide keys from a convolution, and
-            layers with rotary or relative positions are not converted); or an option is out of
-            range.
+            model lacks a layer or head; the layer is of another class, or its queries, keys and
+            values are not plain ``torch.nn.Linear`` (merge adapters first); or an option is out of
+            range. Nothing is changed then.
     """
+    # The model inside a wrapper of torch.compile has the names of layers in recordings.
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if not 0 < mass <= 1:
@@ -107,12 +114,11 @@ def convolve(
         grid = next((cells for cells in grids if cells is not None), None)
     for layer in layers:
         module: Any = modules[layer.name]
-        weight = module.weight if isinstance(module, GPSA) else module.qkv.weight
         kernel, prefix = layer.cut(mass, size)
         convolution = HeadConvolution(
             torch.from_numpy(kernel),
             None if prefix is None else torch.from_numpy(prefix),
-        ).to(weight)
+        ).to(module.weight if isinstance(module, GPSA) else module.proj.weight)
         converted = (
             ConvolvedGPSA(module, layer.heads, convolution)
             if isinstance(module, GPSA)
@@ -235,7 +241,8 @@ def _check_layer(model: nn.Module, module: Any, layer: _LayerKernels) -> None:
         raise ValueError(
             f"{type(model).__name__} has no layer {layer.name!r}, of which there are kernels"
         )
-    if kind not in (Attention, GPSA):
+    family = logits_of_class(kind)
+    if family is None and kind is not GPSA:
         raise ValueError(
             f"{layer.name!r} is a {kind.__module__}.{kind.__name__}, whose heads cannot become "
             f"convolutions: expected {_LAYERS}"
@@ -255,10 +262,21 @@ def _check_layer(model: nn.Module, module: Any, layer: _LayerKernels) -> None:
         )
     if any(nn.utils.parametrize.is_parametrized(part) for part in module.modules()):
         raise ValueError(f"{layer.name!r} is parametrized: remove parametrizations first")
-    expected = getattr(model, "num_prefix_tokens", None)
-    if isinstance(module, Attention) and expected not in (None, layer.prefix.shape[1]):
-        raise ValueError(
-            f"expected weights of the {expected} class and register tokens of "
-            f"{type(model).__name__} in prefix_kernel, got {layer.prefix.shape[1]} for "
-            f"{layer.name!r}"
-        )
+    for name, part in {} if family is None else projections_of(module).items():
+        if type(part) is not nn.Linear:
+            raise ValueError(
+                f"{layer.name}.{name} is a {type(part).__module__}.{type(part).__name__}, whose "
+                "rows cannot be divided by heads: expected a torch.nn.Linear; merge adapters first "
+                "(merge_and_unload() in peft)"
+            )
+    if family is not None and family.has_prefix_tokens:
+        tokens, names = layer.prefix.shape[1], layer.name.split(".")
+        # timm's transformers count these tokens, and so do layers with rotary positions.
+        around = (model.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1))
+        counts = (getattr(part, "num_prefix_tokens", None) for part in around)
+        expected = next((count for count in counts if count is not None), tokens)
+        if tokens != expected:
+            raise ValueError(
+                f"expected weights of the {expected} class and register tokens of "
+                f"{type(model).__name__} in prefix_kernel, got {tokens} for {layer.name!r}"
+            )

@@ -437,10 +437,9 @@ def _uniform_in_regions(cut: Windows, layout: Layout) -> dict[str, float]:
     """
     windows, counts = cut.regions().unique(dim=0, return_counts=True)
     seen = (windows[:, :, None] == windows[:, None]).double()
-    distances = layout.distances(slice(None), torch.float64, torch.device("cpu"))
-    by_query = {
-        "uniform_entropy": seen.sum(-1).log(),
-        "uniform_distance": (seen * distances).sum(-1) / seen.sum(-1),
-    }
+    by_query = {"uniform_entropy": seen.sum(-1).log()}
+    if layout.queries is not None:  # a single window that is rolled is in the order of no grid
+        distances = layout.distances(slice(None), torch.float64, torch.device("cpu"))
+        by_query["uniform_distance"] = (seen * distances).sum(-1) / seen.sum(-1)
     shares = counts.double() / counts.sum()
     return {name: float((values.mean(-1) * shares).sum()) for name, values in by_query.items()}

@@ -34,6 +34,7 @@ from tcnn_probe.attention.reconstruction import (
     softmax_attention_of,
     tokens_if_channels,
 )
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_finder import TokenFinder
 from tcnn_probe.hooks.forwards import Forward, Forwards, ModuleCall, Running
 from tcnn_probe.hooks.interception import (
@@ -476,6 +477,8 @@ class AttentionStream:
 
         def show() -> HeadEdit | None:
             attention = self._whole[layer].describe(layer, call.inputs[0], formed, name, running)
+            if isinstance(attention, SoftmaxAttention):
+                attention = self._tokens.note_padding(attention)
             attention = self._tokens.number_images(
                 attention, lambda tracker: tracker.views_of(call.inputs[0])
             )

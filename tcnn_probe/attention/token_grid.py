@@ -18,7 +18,7 @@ from tcnn_probe.attention.feature_maps import MOST_SPECIAL, FeatureMaps
 from tcnn_probe.attention.layout import Arrangement, Layout
 from tcnn_probe.hooks.forwards import Running
 
-__all__ = ["find_layout", "is_in_pool", "token_counts"]
+__all__ = ["find_layout", "find_windows", "is_in_pool", "token_counts"]
 
 Grid = tuple[int, int]  # rows and columns
 
@@ -50,7 +50,7 @@ def find_layout(
         queries_are_words: Whether the queries are known to be words.
         not_on_grid: Reason why the tokens cannot lie on a grid, if the call of torch shows it.
     """
-    cut = _find_windows(running)
+    cut = find_windows(running)
     layout = _pool_layout(queries, keys, running, maps)
     layout = _units_layout(queries, keys, windows, running) or layout
     if layout is None and not_on_grid:
@@ -85,7 +85,7 @@ def find_layout(
     )
 
 
-def _find_windows(running: Running) -> Windows | None:
+def find_windows(running: Running) -> Windows | None:
     """Return the windows of the innermost module
     that cuts its input into windows; None if no module does.
     """

@@ -12,19 +12,9 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_model
+from tests.tcnn_model.conversion.convertible import FAMILIES, GRID, HEADS, transformer
 
-HEADS, DEPTH, GRID = 3, 2, (5, 7)
 CHOSEN = {"blocks.0.attn": [0, 2], "blocks.1.attn": [0, 1, 2]}
-
-
-def transformer(**options: Any) -> Any:
-    torch.manual_seed(1)
-    defaults = {"embed_dim": 33, "num_heads": HEADS, "depth": DEPTH, "num_classes": 2}
-    options = defaults | {"patch_size": 4, "img_size": (20, 28)} | options
-    model = timm.create_model("vit_tiny_patch16_224", **options).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return model.eval()
 
 
 def images(count: int = 2) -> Tensor:
@@ -48,67 +38,101 @@ def random_kernels(
     return xr.Dataset(variables, coords)
 
 
-def dense(kernel: xr.DataArray, prefix: np.ndarray, grid: tuple[int, int]) -> Tensor:
-    """T of the patches' queries from its definition, pair by pair, (N_query, tokens + N_query)."""
+def dense(
+    kernel: xr.DataArray, prefix: np.ndarray, grid: tuple[int, int], seen: np.ndarray
+) -> Tensor:
+    """T of the patches' queries from its definition, pair by pair, (N_query, tokens + N_query).
+
+    ``seen`` is whether a query sees a key, (N_query, N_query).
+    """
     cells = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
     known = dict(kernel.to_series())
     rows = []
-    for y, x in cells:
-        weights = [known.get((v - y, u - x), 0.0) for v, u in cells]
+    for (y, x), visible in zip(cells, seen, strict=True):
+        weights = visible * [known.get((v - y, u - x), 0.0) for v, u in cells]
         rows.append(np.array([*prefix, *weights]) / (sum(prefix) + sum(weights)))
     return torch.from_numpy(np.array(rows))
 
 
-def replaced(model: Any, kernels: xr.Dataset, tokens: int) -> nn.Module:
-    """The model with dense attention in place of the chosen heads,
-    in timm's own order of operations.
-    """
+class Replacement(nn.Module):
+    """In place of the dropout of timm's attention, which gets the matrix of all heads."""
+
+    def __init__(self, patterns: dict[int, Tensor], tokens: int) -> None:
+        super().__init__()
+        self.patterns, self.tokens = patterns, tokens
+        self.p = 0.0
+
+    def forward(self, attention: Tensor) -> Tensor:
+        attention = attention.clone()
+        for head, pattern in self.patterns.items():
+            # (windows, N_query, N_key), for each image
+            copies = len(attention) // len(pattern)
+            attention[:, head, self.tokens :] = pattern.repeat(copies, 1, 1)
+        return attention
+
+
+def replaced(model: nn.Module, kernels: xr.Dataset) -> nn.Module:
+    """The model with dense attention in place of the chosen heads, in timm's own layers."""
     model = copy.deepcopy(model)
     for name in kernels.layer.values:
-        layer = model.get_submodule(name)
-
-        def forward(x: Tensor, layer: Any = layer, name: str = name, **_: object) -> Tensor:
-            query, key, value = layer.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-            query, key = layer.q_norm(query), layer.k_norm(key)
-            attention = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1)
-            for head in CHOSEN[name]:
-                kernel = kernels.offset_kernel.sel(layer=name, head=head)
-                prefix = np.zeros(0)
-                if tokens:
-                    prefix = kernels.prefix_kernel.sel(layer=name, head=head).values
-                attention[:, head, tokens:] = dense(kernel, prefix, GRID)
-            return layer.proj(layer.norm((attention @ value).transpose(1, 2).flatten(2)))
-
-        layer.forward = forward
+        block = model.get_submodule(name.removesuffix(".attn"))
+        ds, grid = kernels.sel(layer=name), GRID
+        if type(model).__name__ == "ConVit":
+            grid = 5, 5
+        masks = getattr(block, "attn_mask", None)
+        seen = [np.ones((grid[0] * grid[1],) * 2)] if masks is None else masks.numpy() == 0
+        patterns = {}
+        for head in np.flatnonzero(ds.offset_kernel.notnull().any(("offset_y", "offset_x"))):
+            prefix = ds.prefix_kernel[head].values if "prefix_kernel" in ds else np.zeros(0)
+            prefix = prefix[np.isfinite(prefix)]
+            of_windows = [dense(ds.offset_kernel[head], prefix, grid, pairs) for pairs in seen]
+            patterns[int(head)] = torch.stack(of_windows)
+        block.attn.fused_attn = False
+        block.attn.attn_drop = Replacement(patterns, len(prefix))
     return model
 
 
-@pytest.mark.parametrize(
-    ("options", "tokens"),
-    [
-        ({}, 1),
-        ({"reg_tokens": 2, "qk_norm": True, "scale_attn_norm": True}, 3),
-        ({"class_token": False, "global_pool": "avg", "qkv_bias": False}, 0),
-    ],
-    ids=["class token", "registers and norms", "patches only"],
-)
+def kernels_for(model: Any, size: tuple[int, int], tokens: int) -> xr.Dataset:
+    """Random kernels of two heads of a first layer, and of all heads of a second."""
+    names = [name for name, _ in model.named_modules() if name.endswith(".attn")]
+    heads = model.get_submodule(names[0]).num_heads
+    chosen = dict(zip(names, ([0, 2], [*range(heads)]), strict=True))
+    kernels = random_kernels(chosen, size, heads, tokens)
+    if type(model).__name__ == "ConVit":
+        # The class token comes after the first layer.
+        kernels["prefix_kernel"] = kernels.prefix_kernel.where(kernels.layer != names[0])
+    return kernels
+
+
 @pytest.mark.parametrize("size", [(9, 13), (3, 5)], ids=["whole", "cut"])
-def test_convolved_heads_equal_dense_attention(
-    options: dict[str, Any], tokens: int, size: tuple[int, int]
-) -> None:
-    model, x = transformer(**options), images()
-    before = copy.deepcopy(model.state_dict())
-    kernels = random_kernels(CHOSEN, size, HEADS, tokens)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_convolved_heads_equal_dense_attention(family: str, size: tuple[int, int]) -> None:
+    make, tokens = FAMILIES[family]
+    model = make()
+    sides = model.patch_embed.img_size
+    x = torch.randn(2, 3, *sides, dtype=torch.float64)
+    before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    kernels = kernels_for(model, size, tokens)
     convolved = tcnn_model.convolve(model, kernels, mass=1)
     with torch.no_grad():
-        expected = replaced(model, kernels, tokens)(x)
+        expected = replaced(model, kernels)(x)
         torch.testing.assert_close(convolved(x), expected, rtol=1e-11, atol=1e-11)
         # The test could not fail if the heads did not matter.
-        assert (model(x) - expected).abs().max() > 1e-3
+        assert (model(x) - expected).abs().max() > 1e-5
     # The given model is as it was.
-    assert type(model.blocks[0].attn).__name__ == "Attention"
+    assert [type(m) for m in model.modules()] == classes
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in before)
+    # Each parameter is used, is trained, and can be loaded.
+    convolved.train()(x).square().sum().backward()
+    unused = [name for name, p in convolved.named_parameters() if p.grad is None]
+    assert unused == [name for name, p in model.named_parameters() if not p.requires_grad]
+    again = tcnn_model.convolve(model, kernels, mass=1)
+    with torch.no_grad():
+        for parameter in convolved.parameters():
+            parameter.mul_(1.1)
+    again.load_state_dict(convolved.state_dict())
+    assert torch.equal(again(x), convolved.eval()(x))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +219,7 @@ def test_queries_and_keys_are_dropped_and_the_rest_is_trained_saved_and_loaded()
     model = transformer(class_token=False, global_pool="avg").float()
     kernels = random_kernels(CHOSEN, (9, 13), HEADS, 0)
     convolved, again = (tcnn_model.convolve(model, kernels, size=3).train() for _ in range(2))
-    dropped = 5 * 2 * 11 * (33 + 1)  # queries and keys of five heads, with biases
+    dropped = 5 * 2 * 12 * (36 + 1)  # queries and keys of five heads, with biases
     kept = sum(p.numel() for p in model.parameters()) - dropped + 5 * 9
     assert sum(p.numel() for p in convolved.parameters()) == kept
     assert convolved.blocks[1].attn.attending == ()
@@ -264,6 +288,16 @@ def test_kernels_that_do_not_fit_are_refused(
         tcnn_model.convolve(transformer(), change(kernels))
 
 
+class Adapter(nn.Module):
+    """A linear layer with an addition of low rank, like those of peft."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.weight, self.bias = base.weight, base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+
 def test_other_arguments_are_refused() -> None:
     kernels, model = random_kernels(CHOSEN, (9, 13), HEADS, 1), transformer()
     with pytest.raises(TypeError, match="a Dataset with offset_kernel; got DataArray"):
@@ -271,12 +305,35 @@ def test_other_arguments_are_refused() -> None:
     for options in ({"mass": 0}, {"size": 4}):
         with pytest.raises(ValueError, match=r"expected (a share|an odd size)"):
             tcnn_model.convolve(model, kernels, **options)
-    beit = timm.create_model("beit_base_patch16_224", depth=2, embed_dim=12, num_heads=HEADS)
-    with pytest.raises(ValueError, match=r"is a timm\.models\.beit\.Attention, whose"):
-        tcnn_model.convolve(beit, kernels)
+    mixer = timm.create_model("cait_xxs24_224", depth=1, embed_dim=12, num_heads=HEADS)
+    with pytest.raises(ValueError, match=r"is a timm\.models\.cait\.TalkingHeadAttn, whose"):
+        tcnn_model.convolve(mixer, kernels)
+    adapted = copy.deepcopy(model)
+    adapted.blocks[0].attn.qkv = Adapter(adapted.blocks[0].attn.qkv)
+    with pytest.raises(ValueError, match=r"blocks.0.attn.qkv is a .*Adapter.*merge adapters"):
+        tcnn_model.convolve(adapted, kernels)
     model.blocks[1].attn.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"'blocks.1.attn' has hooks"):
         tcnn_model.convolve(model, kernels)
     masked = tcnn_model.convolve(transformer(), kernels).blocks[0].attn
     with pytest.raises(ValueError, match="no attention mask"):
-        masked(torch.zeros(1, 36, 33).double(), attn_mask=torch.ones(36, 36).bool())
+        masked(torch.zeros(1, 36, 36).double(), attn_mask=torch.ones(36, 36).bool())
+
+
+@pytest.mark.parametrize("family", ["registers and norms", "swin"])
+def test_compiled_models_are_converted_and_trained(family: str) -> None:
+    make, tokens = FAMILIES[family]
+    model = make()
+    kernels = kernels_for(model, (3, 5), tokens)
+    convolved, of_wrapper = (
+        tcnn_model.convolve(network, kernels) for network in (model, torch.compile(model))
+    )
+    x = torch.randn(2, 3, *model.patch_embed.img_size, dtype=torch.float64)
+    assert torch.equal(of_wrapper(x), convolved(x))
+    torch.compiler.reset()
+    compiled = torch.compile(convolved, backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    of_compiled = [p.grad for p in convolved.parameters()]
+    of_wrapper(x).sum().backward()
+    for actual, parameter in zip(of_compiled, of_wrapper.parameters(), strict=True):
+        torch.testing.assert_close(actual, parameter.grad, rtol=1e-9, atol=1e-9)

@@ -128,6 +128,26 @@ def test_regions_of_shifted_windows_are_those_of_the_mask(
             assert ds[name].item() == pytest.approx(value, rel=1e-12)
 
 
+def test_a_single_window_that_is_rolled_has_no_distances() -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=(20, 12),  # 5 x 3 cells, in one window of 7 x 5
+        depths=(2,),
+        num_heads=(2,),
+        embed_dim=8,
+        window_size=(7, 5),
+        always_partition=True,
+    ).eval()
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, 20, 12))
+        recorder.mark(epoch=0)
+    layer = "layers.0.blocks.1.attn"
+    seen = model.layers[0].blocks[1].attn_mask.numpy() > -100
+    entropy = recorder.dataset.uniform_entropy.sel(layer=layer).item()
+    assert entropy == pytest.approx(np.log(seen.sum(-1)).mean(), rel=1e-12)
+    assert recorder.missing["uniform_distance"][layer].startswith("the tokens are not in the order")
+
+
 def vit(patch: int) -> nn.Module:
     options = {"depth": 1, "embed_dim": 12, "num_heads": 3, "patch_size": patch}
     size = {"img_size": (48, 72), "dynamic_img_size": True, "dynamic_img_pad": True}
