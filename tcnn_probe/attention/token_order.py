@@ -336,9 +336,10 @@ class PlaceTracker(TorchFunctionMode):
         # After Ctrl-C, other code of the thread may run under this mode.
         if self._frame is not None and not is_running(self._frame):
             return func(*args, **kwargs)
-        self._find_sides(func, args, kwargs)
+        tracked = _first_by_position(args, kwargs)
+        self._find_sides(func, *tracked)
         output = func(*args, **kwargs)
-        self._follow(func, output, args, kwargs)
+        self._follow(func, output, *tracked)
         return output
 
     @contextmanager
@@ -396,6 +397,19 @@ class PlaceTracker(TorchFunctionMode):
                 with self._noting_failures(name):
                     places = [table.of(tensor) for tensor in inputs]
                     table.follow(Call(func, args, kwargs, inputs, places, outputs))
+
+
+def _first_by_position(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a torch function with those
+    that rules expect first by position, as conv2d(weight=w, input=x) may give them by name.
+    """
+    names = [name for name in ("input", "query", "key", "value") if name in kwargs]
+    if args or not names:
+        return args, kwargs
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return tuple(kwargs[name] for name in names), others
 
 
 def _pixels_of(image: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     "map_values",
     "number_values",
     "warn_of_dropped",
+    "warn_of_joined",
     "warn_of_nonfinite",
     "with_joined",
 ]
@@ -243,6 +244,23 @@ def with_joined(
             members = [groups[place], group] if place in groups else [group]
             extended[place] = Group.together(members)
     return extended
+
+
+def warn_of_joined(stored: Groups, groups: Groups) -> list[str]:
+    """Return a warning if a run that continues a recording brings layers that it lacks.
+
+    They may not have run before, or be those of a deeper model, which has the same class.
+    """
+    before, after = (
+        {name for group in side.values() for name in group.layers} for side in (stored, groups)
+    )
+    joined = sorted(after - before)
+    if not joined:
+        return []
+    return [
+        f"the recording began without these layers, which now join its {len(before)}: "
+        f"{', '.join(joined)}. If this is another model, choose another path"
+    ]
 
 
 def _kind_of_place(place: str) -> str:

@@ -38,6 +38,7 @@ from tcnn_probe.recording.groups import (
     map_values,
     number_values,
     warn_of_dropped,
+    warn_of_joined,
     warn_of_nonfinite,
     with_joined,
 )
@@ -401,11 +402,14 @@ class Recorder:
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and
         # may extend them.
         groups = self._groups or groups_of(entries, collector.order)
+        warned: list[str] = []
         if store.groups is not None and store.has_layers:
             if self._groups is None:
                 kinds = {probe.kind for probe in collector.probes}
                 check_resumed(store.groups, groups, kinds)
             groups = with_joined(store.groups, entries, collector.order)
+            if self._groups is None:
+                warned += warn_of_joined(store.groups, groups)
         values, dropped = assemble(entries, groups)
         for layer, names in dropped.items():
             collector.note_missing(layer, names, "the recording began without it")
@@ -413,7 +417,7 @@ class Recorder:
         hashes = collector.forwards.image_hashes.read()
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
         changed = warn_of_changed_images(hashes, json.loads(attrs.get("image_hashes", "{}")))
-        warned = self._once("images", changed)
+        warned += self._once("images", changed)
         for text in warn_of_dropped(dropped):
             warned += self._once(text, [text])
         warned += warn_of_nonfinite(entries, groups) + warn_of_mixed_sizes(sums)

@@ -151,6 +151,25 @@ def test_a_grid_is_in_raster_order(
             assert layout == Layout(None, None, NOT_IN_ORDER)
 
 
+class ByName(Ordered):
+    """The image and the queries are given by name, after other tensors."""
+
+    def arrange(self, x: Tensor) -> Tensor:
+        weight = torch.eye(12)[..., None, None]
+        return super().arrange(F.conv2d(weight=weight, input=x))
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(value=v, key=k, query=q)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_arguments_by_name_are_followed(order: str) -> None:
+    grids = layouts(ByName(ORDERS[order], by_name).eval(), torch.randn(IMAGES))
+    expected = layouts(Ordered(ORDERS[order]).eval(), torch.randn(IMAGES))
+    assert list(grids.values()) == list(expected.values())
+
+
 class ColumnMajor(Ordered):
     def arrange(self, x: Tensor) -> Tensor:
         return x.transpose(2, 3).flatten(2).mT

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -379,3 +380,16 @@ def test_what_a_resumed_recording_must_share(
     refused = pytest.raises(tcnn_probe.StoreError, match=message)
     with refused if message else nullcontext():
         check_resumed(GROUPS, groups, kinds)
+
+
+def test_layers_that_join_a_continued_recording_are_named(tmp_path: Path) -> None:
+    for epoch, depth in enumerate((2, 3, 3)):
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=depth, embed_dim=24
+        )
+        with tcnn_probe.record(model.eval(), tmp_path / "rec.zarr") as recorder:
+            recorder.trust_weights()
+            model(torch.randn(2, 3, 32, 32))
+            joins = pytest.warns(RuntimeWarning, match=r"now join its 2: blocks\.2\.attn\. If")
+            with joins if epoch == 1 else nullcontext():
+                recorder.mark(epoch=epoch)
