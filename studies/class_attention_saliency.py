@@ -57,6 +57,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ from timm.utils import freeze
 from torch import nn
 
 import tcnn_probe
-from common.data import Loaders, boxed_images, chance, own_model_and_data, probed_images
+from common.data import Loaders, boxed_images, own_model_and_data, probed_images
 from common.models import small_patchconvnet, small_resnet
 from common.option_table import (
     AUGMENT_OPTION,
@@ -149,15 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     # Load models and data, and the images to explain.
-    with refused(ValueError, RuntimeError, OSError):
-        runs, loaders = plan(args)
-        validation = loaders[1].dataset
-        if args.boxes:
-            probed = boxed_images(args.boxes, validation, runs[0].make({}))
-        else:
-            probed = probed_images(validation, args.images)
-        output = RunOutput.from_args(args, "class_attention_saliency")
-    study = SaliencyStudy(args, None, output, loaders, probed=probed)
+    runs, study = begin(args)
 
     # Train each model, record its class attention, and score saliency by every method.
     models: dict[str, nn.Module] = {}
@@ -170,21 +163,41 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             study.finetune(model, run.slug, run.name, **run.recipe)
     tree = xr.DataTree.from_dict(scores)
-    output.save(tree)
 
-    count = min(args.show, len(probed.images))
+    study.output.save(tree)
+    # Photographs of --boxes are not validation images, so nothing is recorded of them.
+    by_class = [run for run in runs if run.name in scores and attends_by_class(models[run.name])]
+    files = draw_images(study, tree, by_class if study.probed.numbers else [])
+    study.output.show(draw_faithfulness(tree), report(tree, args.tolerance), files=files)
+    trained = (len(study.validation), study.chance) if args.epochs else None
+    return finish(check(tree, trained), args.data)
+
+
+def begin(args: argparse.Namespace) -> tuple[list[Run], SaliencyStudy]:
+    """Return the runs and the study, or refuse before anything is trained or written."""
+    with refused(ValueError, RuntimeError, OSError):
+        runs, loaders = plan(args)
+        validation = loaders[1].dataset
+        if args.boxes:
+            probed = boxed_images(args.boxes, validation, runs[0].make({}))
+        else:
+            probed = probed_images(validation, args.images)
+        output = RunOutput.from_args(args, "class_attention_saliency")
+    return runs, SaliencyStudy(args, None, output, loaders, probed=probed)
+
+
+def draw_images(study: SaliencyStudy, tree: xr.DataTree, by_class: list[Run]) -> list[Path]:
+    """Draw the maps of all models, and those of the classes of some; return the files."""
+    output, probed = study.output, study.probed
+    count = min(study.args.show, len(probed.images))
     files = [output.beside("_maps.png")]
     draw_maps(tree, probed, count).savefig(files[0], dpi=200)
-    for run in runs:
-        # Photographs of --boxes are not validation images, so nothing is recorded of them.
-        if run.probed and probed.numbers and attends_by_class(models[run.name]):
-            files.append(output.beside("_classes.png"))
-            recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
-            figure = draw_by_class(recording, scores[run.name], probed, count)
-            figure.savefig(files[-1], dpi=200)
-    output.show(draw_faithfulness(tree), report(tree, args.tolerance), files=files)
-    trained = (len(validation), chance(validation)) if args.epochs else None
-    return finish(check(tree, trained), args.data)
+    for run in by_class:
+        files.append(output.beside("_classes.png"))
+        recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
+        figure = draw_by_class(recording, tree[run.name].dataset, probed, count)
+        figure.savefig(files[-1], dpi=200)
+    return files
 
 
 def train_and_score(study: SaliencyStudy, run: Run, model: nn.Module) -> xr.Dataset:

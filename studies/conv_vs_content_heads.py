@@ -89,7 +89,6 @@ from common.output import InputError, RunOutput, ended, finish, seeds_of
 from common.removal_report import SHOWN, draw, draw_content, gain, sentence, table
 from common.training import Study, begin
 from common.verdicts import learned
-from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]
@@ -108,8 +107,6 @@ MEASURED = (
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    has_shuffled = args.data == "digits" and not args.small
-    has_vit = args.data == "digits" and args.model is None
 
     # Load the CNN and the digits, and train the CNN.
     study = begin("conv_vs_content_heads", args, later=MEASURED)
@@ -117,29 +114,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     # With each seed: convert and fine-tune it, record and type its heads, ablate them by type and
     # one by one.
-    by_type, by_head, contents = [], [], []
-    for seed in seeds_of(args):
-        tcnn, recording = record_tcnn(study, seed)
-        content = typed(recording)
-        of_types, of_heads = ablate(study, tcnn.eval(), content.head_type, seed)
-        last = recording.isel(epoch=-1, drop=True)
-        by_type.append(of_types.assign(top1=last.top1, top1_images=last.images.max()))
-        by_head.append(of_heads.assign(last[["gate", "attention_distance"]]))
-        contents.append(content)
-    trainings = xr.DataArray(list(seeds_of(args)), dims="training", name="training")
-    types = xr.concat(by_type, trainings, join="outer")
-    parts = {
-        "types": types.reindex(ablation=SETS),  # NaN for types that no training has
-        "heads": xr.concat(by_head, trainings, join="outer"),
-        "content": xr.concat(contents, trainings),
-    }
-
+    parts = measure_trainings(study)
     # The controls of content information: permuted labels, which no image tells, and plain
     # attention.
-    if has_shuffled:
+    if args.data == "digits" and not args.small:
         shuffled = [typed(record_shuffled(study, seed)) for seed in seeds_of(args)]
-        parts["shuffled_labels"] = xr.concat(shuffled, trainings)
-    if has_vit:
+        parts["shuffled_labels"] = xr.concat(shuffled, parts["types"].training)
+    if args.data == "digits" and args.model is None:
         torch.manual_seed(args.seed)
         vit = small_vit(study.model, args.img_size)
         store = study.output.beside("_vit.zarr")
@@ -148,6 +129,28 @@ def main(arguments: list[str] | None = None) -> int:
     tree = xr.DataTree.from_dict(parts)
     report(study.output, tree)
     return finish(check(tree, study.chance, small=args.small), args.data)
+
+
+def measure_trainings(study: Study) -> dict[str, xr.Dataset]:
+    """Return right answers without heads of each type and without single heads, and content
+    information, by training.
+    """
+    by_type, by_head, contents = [], [], []
+    for seed in seeds_of(study.args):
+        tcnn, recording = record_tcnn(study, seed)
+        content = typed(recording)
+        of_types, of_heads = ablate(study, tcnn.eval(), content.head_type, seed)
+        last = recording.isel(epoch=-1, drop=True)
+        by_type.append(of_types.assign(top1=last.top1, top1_images=last.images.max()))
+        by_head.append(of_heads.assign(last[["gate", "attention_distance"]]))
+        contents.append(content)
+    trainings = xr.DataArray(list(seeds_of(study.args)), dims="training", name="training")
+    types = xr.concat(by_type, trainings, join="outer")
+    return {
+        "types": types.reindex(ablation=SETS),  # NaN for types that no training has
+        "heads": xr.concat(by_head, trainings, join="outer"),
+        "content": xr.concat(contents, trainings),
+    }
 
 
 def record_tcnn(study: Study, seed: int, labels: str = "") -> tuple[nn.Module, xr.Dataset]:
@@ -159,15 +162,13 @@ def record_tcnn(study: Study, seed: int, labels: str = "") -> tuple[nn.Module, x
         labels: Suffix of files that tells these labels from the true ones.
     """
     name, gates = f"{labels}_{seed}", study.args.gating
-    torch.manual_seed(seed)
-    tcnn = reparameterize(
-        study.model,
-        gating=gates if len(gates) > 1 else gates[0],
-        qk_scale=study.args.qk_scale,
-    )
+    start = {
+        "gating": gates if len(gates) > 1 else gates[0],
+        "qk_scale": study.args.qk_scale,
+    }
     title = f"the T-CNN,{labels.replace('_', ' ')} seed {seed}"
     store = study.output.beside(f"{name}.zarr")
-    return tcnn, study.record(tcnn, store, f"tcnn{name}", title, seed=seed)
+    return study.record_tcnn(store, f"tcnn{name}", title, seed=seed, start=start)
 
 
 def record_shuffled(study: Study, seed: int) -> xr.Dataset:

@@ -39,7 +39,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -53,7 +52,7 @@ from common.options import need_model, parse_options
 from common.output import ended, finish
 from common.training import begin
 from common.verdicts import learned
-from tcnn_model import EpochResult, reparameterize
+from tcnn_model import EpochResult
 from tcnn_probe.plot import OKABE_ITO
 
 EpochResults = Sequence[EpochResult]
@@ -72,14 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     _, control_results = finetune_controls(study)
 
     # Convert the CNN's last stage to attention and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.model)
-    dataset = study.record(
-        tcnn,
-        study.output.store,
-        "tcnn",
-        "the T-CNN",
-        also=lambda result: accuracies(control_results, result.epoch),
+    _, dataset = study.record_tcnn(
+        study.output.store, also=lambda result: accuracies(control_results, result.epoch)
     )
 
     # Type the heads, and draw their evolution.

@@ -55,7 +55,7 @@ from common.option_table import training_options
 from common.options import need_model, parse_options
 from common.output import ended, finish
 from common.training import begin
-from tcnn_model import GPSA, gpsa, reparameterize
+from tcnn_model import GPSA, gpsa
 from tcnn_probe.probes import ForwardCall
 
 PARTS = {"positional": "-", "content": "--"}
@@ -79,11 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Convert it and fine-tune it, and record every head and the distances of the two parts of its
     # attention.
-    torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.model)
     store = study.output.beside("_recording.zarr")
-    probes = [*tcnn_probe.DEFAULT, DISTANCES]
-    recording = study.record(tcnn, store, "tcnn", "the T-CNN", probes=probes)
+    _, recording = study.record_tcnn(store, probes=[*tcnn_probe.DEFAULT, DISTANCES])
     distances = tcnn_probe.open(store)[DISTANCES.kind].dataset.load()
 
     # Type the heads at each epoch by their gates.

@@ -35,7 +35,6 @@ import copy
 import sys
 
 import matplotlib as mpl
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,7 +46,6 @@ from common.options import Option, need_model, parse_options, positive_number
 from common.output import ended, finish
 from common.training import Study, begin
 from common.verdicts import learned
-from tcnn_model import reparameterize
 
 SAVED = (
     "gate",
@@ -91,10 +89,10 @@ def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
     """
     name = f"alpha={strength:g},lambda={gating:g}"
     title = f"alpha = {strength:g}, lambda = {gating:g}"
-    torch.manual_seed(study.args.seed)  # the same queries and keys from each start
-    tcnn = reparameterize(study.model, locality_strength=strength, gating=gating)
-    store = study.output.beside(f"_{name}.zarr")
-    return study.record(tcnn, store, name, title)[list(SAVED)]
+    start = {"locality_strength": strength, "gating": gating}
+    # Queries and keys are the same from each start.
+    _, recording = study.record_tcnn(study.output.beside(f"_{name}.zarr"), name, title, start=start)
+    return recording[list(SAVED)]
 
 
 def stack(datasets: list[xr.Dataset], dim: str, labels: list[float]) -> xr.Dataset:

@@ -92,7 +92,7 @@ from common.head_ladder import (
 from common.option_table import SEED_OPTION, small_option
 from common.options import Option, from_least, parse_options
 from common.output import InputError, RunOutput, ended
-from common.pretrained import load_network, load_photographs
+from common.pretrained import Network, load_network, load_photographs
 from tcnn_probe.evaluation import mean_interval
 from tcnn_probe.plot import OKABE_ITO
 
@@ -105,13 +105,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     output = RunOutput.from_args(args, "pretrained_heads", later=("steps",))
     network = load_network(args.model, args.weights, args.pretrained, small=args.small)
+    fit, evaluated = load_photographs_of(args, network)
+    results = measure(args, output, network, fit, evaluated)
+    output.save(xr.DataTree.from_dict(results))
+    measured = results["heads"], results["costs"], results["curves"]
+    report(*measured)
+    output.show(draw(*measured))
+    return 0
+
+
+def load_photographs_of(
+    args: argparse.Namespace, network: Network
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the photographs to fit, and others to evaluate."""
     count = args.fit + args.evaluate
     photographs = load_photographs(args.data, count, network)
     # Every so many photographs one is for the fit, so that both have the same classes.
     is_fit = np.arange(count) * args.fit // count != ((np.arange(count) + 1) * args.fit // count)
-    fit, evaluated = photographs[is_fit], photographs[~is_fit]
-    print(f"{len(fit)} photographs to fit, {len(evaluated)} others to evaluate")
+    print(f"{args.fit} photographs to fit, {args.evaluate} others to evaluate")
+    return photographs[is_fit], photographs[~is_fit]
 
+
+def measure(
+    args: argparse.Namespace,
+    output: RunOutput,
+    network: Network,
+    fit: torch.Tensor,
+    evaluated: torch.Tensor,
+) -> dict[str, xr.Dataset]:
+    """Return the anatomy of the heads, their costs and the curves, and after a training, with
+    ``--steps``, the changes; a killed run keeps what it has measured.
+    """
     model = network.features
     heads = lost_shares(output.once("recording", lambda: record(model, fit)))
     deviation = output.once("deviation", lambda: attention_deviation(model, fit).to_dataset())
@@ -120,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "curves", lambda: curves(network, heads, fit, evaluated, FRACTIONS, seed=args.seed)
     )
     costs = output.once("costs", lambda: single_heads(model, fit, evaluated))
-
     results = {"heads": heads, "costs": costs, "curves": by_count}
     if args.steps:
+        count = args.fit + args.evaluate
         training = load_photographs(args.data, min(256, 4 * args.steps), network, besides=count)
         images = fit, evaluated, training
         results["trained"] = output.once(
@@ -130,10 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda: trained_convolutions(network, heads, *images, steps=args.steps),
         )
         print(results["trained"].change.mean("image").to_pandas())
-    output.save(xr.DataTree.from_dict(results))
-    report(heads, costs, by_count)
-    output.show(draw(heads, costs, by_count))
-    return 0
+    return results
 
 
 def record(model: torch.nn.Module, images: torch.Tensor) -> xr.Dataset:

@@ -46,7 +46,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,7 +60,6 @@ from common.options import need_model, parse_options
 from common.output import ended, finish
 from common.training import begin
 from common.verdicts import learned
-from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 IMAGES = 256
@@ -82,10 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     stores = {name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")}
 
     # Convert it and fine-tune it, with every head and the features of each stage recorded.
-    torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.model)
-    probes = [*tcnn_probe.DEFAULT, features]
-    study.record(tcnn, stores["tcnn"], "tcnn", "the T-CNN", probes=probes)
+    study.record_tcnn(stores["tcnn"], probes=[*tcnn_probe.DEFAULT, features])
 
     # As the control, the CNN is trained further for as long; it has no heads to record.
     control, title = copy.deepcopy(study.model), TRAINING_TITLES["control"]

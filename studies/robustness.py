@@ -44,13 +44,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from torch import nn
 
 import tcnn_probe
-from common.controls import CONTROLS, control_options, finetune_controls
+from common.controls import CNN, CONTROLS, TCNN, control_options, finetuned_models
 from common.data import PixelBatches
 from common.option_table import (
     CORRUPTIONS_OPTION,
@@ -60,19 +59,18 @@ from common.option_table import (
 )
 from common.options import Option, from_least, need_model, parse_options, positive_number
 from common.output import InputError, ended, finish, write_whole
-from common.training import begin
+from common.training import Study, begin
 from common.verdicts import learned, side_of_zero
-from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
-CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
+CONTROL = CONTROLS["control"]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
-    # Load the CNN and the digits, or refuse test sets that do not fit it, and train the CNN.
+    # Load the CNN and the digits, or refuse test sets that do not fit it.
     variants: list[evaluation.Variant] = []
     study = begin(
         "robustness",
@@ -80,21 +78,28 @@ def main(arguments: list[str] | None = None) -> int:
         later=("corruptions", "severities", "epsilon", "images", "variant"),
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )
-    study.train_cnn()
 
-    # The controls, which are trained for as long.
-    controls, _ = finetune_controls(study)
-
-    # Convert the CNN and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.model)
-    study.record(tcnn, study.output.beside("_heads.zarr"), "tcnn", "the T-CNN")
-
-    # Show all of them the same images: clean, corrupted and attacked.
-    models = {CNN: study.model, **{CONTROLS[name]: model for name, model in controls.items()}}
-    models[TCNN] = tcnn
+    # Train the CNN, its controls and its T-CNN, and show all the same images: clean, corrupted and
+    # attacked.
+    models = finetuned_models(study, study.output.beside("_heads.zarr"))
     images = PixelBatches(study.model, study.loaders[1], args.images)
-    results = evaluation.robustness(
+    results = measure(models, images, variants, args)
+    study.output.save(results)
+    for folder in imagenet_c_folders(args):
+        report_imagenet_c(study, models, images, folder)
+    classes = study.model.num_classes
+    study.output.show(draw(results, classes), table(results), verdicts(results, classes))
+    return finish(check(results, study.chance), args.data)
+
+
+def measure(
+    models: dict[str, nn.Module],
+    images: PixelBatches,
+    variants: list[evaluation.Variant],
+    args: argparse.Namespace,
+) -> xr.Dataset:
+    """Return the answers of the models to clean, corrupted and attacked images, and to variants."""
+    return evaluation.robustness(
         models,
         images,
         corruptions=args.corruptions,
@@ -107,26 +112,29 @@ def main(arguments: list[str] | None = None) -> int:
         variants=variants,
         device=args.device,
     )
-    study.output.save(results)
-    for folder in imagenet_c_folders(args):
-        # The published images of ImageNet-C are shown at their own size of 224 x 224.
-        published = evaluation.imagenet_c(
-            models,
-            folder,
-            corruptions=args.corruptions,
-            severities=args.severities,
-            normalization=images.normalization,
-            batch_size=args.batch_size,
-            workers=args.workers,
-            device=args.device,
-        )
-        write_whole(published, study.output.beside("_imagenet_c.zarr"))
-        figure = draw_imagenet_c(published, CNN)
-        figure.savefig(study.output.beside("_imagenet_c.png"), dpi=200)
-        print(imagenet_c_report(published))
-    classes = study.model.num_classes
-    study.output.show(draw(results, classes), table(results), verdicts(results, classes))
-    return finish(check(results, study.chance), args.data)
+
+
+def report_imagenet_c(
+    study: Study, models: dict[str, nn.Module], images: PixelBatches, folder: str
+) -> None:
+    """Show the models the published images of ImageNet-C, at their own size of 224 x 224;
+    write and print the results.
+    """
+    args = study.args
+    published = evaluation.imagenet_c(
+        models,
+        folder,
+        corruptions=args.corruptions,
+        severities=args.severities,
+        normalization=images.normalization,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        device=args.device,
+    )
+    write_whole(published, study.output.beside("_imagenet_c.zarr"))
+    figure = draw_imagenet_c(published, CNN)
+    figure.savefig(study.output.beside("_imagenet_c.png"), dpi=200)
+    print(imagenet_c_report(published))
 
 
 def imagenet_c_folders(args: argparse.Namespace) -> list[str]:

@@ -54,7 +54,6 @@ from common.options import Option, from_least, need_model, parse_options
 from common.output import ended, finish, seeds_of
 from common.training import Study, begin
 from common.verdicts import learned
-from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 # Recorded variables that the figure and the table need.
@@ -79,11 +78,8 @@ def train(first: Study, seed: int) -> xr.Dataset:
     # Another seed would split the data anew, and all seeds must be shown the same images.
     study = replace(first.with_seed(seed), loaders=first.loaders)
     before = [result.top1 for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")]
-    # The seed is set again, because queries and keys are drawn when the CNN is converted.
-    torch.manual_seed(seed)
-    tcnn = reparameterize(study.model)
     store = study.output.beside(f"_{seed}.zarr")
-    recording = study.record(tcnn, store, f"tcnn_{seed}", f"the T-CNN, seed {seed}")
+    tcnn, recording = study.record_tcnn(store, f"tcnn_{seed}", f"the T-CNN, seed {seed}")
     # The T-CNN's epochs are numbered on from the CNN's.
     heads = recording[SAVED].assign_coords(epoch=recording.epoch + len(before))
     heads["head_type"] = (

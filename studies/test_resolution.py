@@ -45,7 +45,7 @@ from torch import nn
 from tqdm import tqdm
 
 import tcnn_probe
-from common.controls import CONTROLS, control_options, finetune_controls
+from common.controls import CNN, CONTROLS, TCNN, control_options, finetuned_models
 from common.data import at_resolution
 from common.figures import STYLE, add_letters, ordered_colors
 from common.option_table import training_options
@@ -53,10 +53,8 @@ from common.options import Option, from_least, need_model, parse_options
 from common.output import InputError, ended, finish
 from common.training import Study, begin
 from common.verdicts import all_learned
-from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
-CNN, TCNN = "CNN", "T-CNN, fine-tuned"
 COLORS = {
     CNN: "0.6",
     CONTROLS["control"]: "0.25",
@@ -73,21 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
-    # Load the CNN and the digits, and train the CNN.
+    # Load the CNN and the digits; train the CNN, its controls and its T-CNN.
     study = begin("test_resolution", args, later=("sizes",))
-    study.train_cnn()
-
-    # The controls, which are trained for as long.
-    controls, _ = finetune_controls(study)
-
-    # Convert the CNN and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # for the new queries and keys
-    tcnn = reparameterize(study.model)
-    study.record(tcnn, study.output.beside("_tcnn.zarr"), "tcnn", "the T-CNN")
+    models = finetuned_models(study, study.output.beside("_tcnn.zarr"))
 
     # Show all of them the validation images at each resolution, and record the heads along it.
-    models = {CNN: study.model, **{CONTROLS[name]: model for name, model in controls.items()}}
-    models[TCNN] = tcnn
     scores = record_resolutions(study, models)
     study.output.save(scores)
     study.output.show(draw(scores, args.img_size), table(scores))

@@ -21,7 +21,6 @@ __all__ = [
     "ARMS",
     "CPU_OPTION",
     "PROTOCOL",
-    "Arm",
     "OffsetKernelGPSA",
     "StaticMapGPSA",
     "converted",

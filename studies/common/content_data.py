@@ -24,7 +24,7 @@ from common.small_images import (
 from common.stepwise import order_of_images
 from tcnn_probe import evaluation
 
-__all__ = ["SEVERITY", "Features", "Images", "load_images"]
+__all__ = ["Features", "Images", "load_images"]
 
 SEVERITY = 3
 

@@ -4,6 +4,7 @@ and a T-CNN with another start, fine-tuned for as long.
 
 import argparse
 import copy
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,7 +13,18 @@ from common.options import Option
 from common.training import Study
 from tcnn_model import EpochResult, reparameterize, unstride
 
-__all__ = ["CONTROLS", "TRAINING_TITLES", "control_models", "control_options", "finetune_controls"]
+__all__ = [
+    "CNN",
+    "CONTROLS",
+    "TCNN",
+    "TRAINING_TITLES",
+    "control_models",
+    "control_options",
+    "finetune_controls",
+    "finetuned_models",
+]
+
+CNN, TCNN = "CNN", "T-CNN, fine-tuned"
 
 CONTROLS = {
     "control": "CNN, fine-tuned",
@@ -78,3 +90,18 @@ def finetune_controls(
         name: study.finetune(model, name, TRAINING_TITLES[name]) for name, model in models.items()
     }
     return models, results
+
+
+def finetuned_models(study: Study, store: Path) -> dict[str, nn.Module]:
+    """Train the CNN of a study, fine-tune its controls and its T-CNN for as long, with every head
+    recorded, and return all by their names in figures.
+
+    Args:
+        study: Study.
+        store: Store of the recording.
+    """
+    study.train_cnn()
+    controls, _ = finetune_controls(study)
+    tcnn, _ = study.record_tcnn(store)
+    named = {CONTROLS[name]: model for name, model in controls.items()}
+    return {CNN: study.model, **named, TCNN: tcnn}

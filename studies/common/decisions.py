@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common.data import PixelBatches, own_model_and_data
+from common.figures import number_cells
 from common.output import RunOutput, refused
 from tcnn_probe import evaluation
 
@@ -108,11 +109,8 @@ def draw_pairs(disagreement: xr.DataArray) -> Figure:
         figure.subplots(1, 2, sharey=True), panels.items(), strict=True
     ):
         axes.imshow(matrix, vmin=0, vmax=float(rates.max()), cmap="Blues")
-        for row, column in np.ndindex(matrix.shape):
-            number = float(matrix[row, column])
-            # "Blues" is dark in its upper half.
-            color = "w" if number > 0.6 * float(rates.max()) else "k"
-            axes.text(column, row, f"{number:.3f}", ha="center", va="center", color=color)
+        # "Blues" is dark in its upper half.
+        number_cells(axes, matrix, lambda number: number > 0.6 * float(rates.max()), digits=3)
         axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
         axes.set_yticks(range(len(names)), names)
         axes.set_title(title)

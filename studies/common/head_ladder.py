@@ -22,7 +22,6 @@ from tcnn_probe import Attention
 
 __all__ = [
     "RUNGS",
-    "Correlation",
     "attention_deviation",
     "correlation",
     "curves",

@@ -17,7 +17,7 @@ import tcnn_probe
 from common.figures import STYLE, ordered_colors, whole_ticks
 from tcnn_probe.diagnosis import Finding, HealthLimits
 
-__all__ = ["PICTURES", "Example", "Picture", "draw_pictures", "find_examples"]
+__all__ = ["PICTURES", "draw_pictures", "find_examples"]
 
 ALARM = "#D55E00"
 LIMITS = HealthLimits()

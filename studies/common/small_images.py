@@ -15,8 +15,6 @@ from common.folder import ClassFolders, open_folder
 from common.output import InputError
 
 __all__ = [
-    "MEAN",
-    "STD",
     "ImageSet",
     "SmallImages",
     "atomic_save",

@@ -228,6 +228,29 @@ class Study:
             self.finetune(model, file, title, after_epoch=mark, **changes)
             return recorder.dataset.load()
 
+    def record_tcnn(
+        self,
+        store: Path,
+        file: str = "tcnn",
+        title: str = "the T-CNN",
+        *,
+        seed: int | None = None,
+        start: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[nn.Module, xr.Dataset]:
+        """Convert the CNN to a T-CNN and fine-tune it, with every head recorded;
+        return it and the recording.
+
+        Args:
+            store, file, title, options: See :meth:`record`.
+            seed: Seed of the new queries and keys, and of the training; None for ``--seed``.
+            start: Options of :func:`tcnn_model.reparameterize`.
+        """
+        seed = self.args.seed if seed is None else seed
+        torch.manual_seed(seed)
+        tcnn = reparameterize(self.model, **start or {})
+        return tcnn, self.record(tcnn, store, file, title, seed=seed, **options)
+
     def measure_epochs(
         self,
         train: Callable[..., Any],
