@@ -23,6 +23,7 @@ from .interventions.ablation import ablate as ablate
 from .interventions.costs import head_costs as head_costs
 from .interventions.head_kernels import head_kernels as head_kernels
 from .interventions.importance import head_importance as head_importance
+from .interventions.importance import importance_probe as importance_probe
 from .loggers import log_to_tensorboard as log_to_tensorboard
 from .loggers import log_to_wandb as log_to_wandb
 from .loggers import scalars as scalars

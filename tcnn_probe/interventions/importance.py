@@ -31,12 +31,20 @@ from tcnn_probe.interventions.evaluated_images import (
     outputs_of,
     reread,
 )
-from tcnn_probe.interventions.head_selection import HeadSelection
+from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import GivenImages
 from tcnn_probe.interventions.rungs import RUNGS, Rungs
-from tcnn_probe.models import check_model, progress_bar, untouched, whole_number
+from tcnn_probe.models import (
+    check_model,
+    layer_names,
+    progress_bar,
+    untouched,
+    whole_number,
+)
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.schema import Variable
 
-__all__ = ["head_importance"]
+__all__ = ["head_importance", "importance_probe"]
 
 
 def head_importance(
@@ -126,6 +134,88 @@ def head_importance(
     what = "change of the output" if measure is None else "change of the loss"
     table.attrs = {"long_name": f"{what}, to first order", "units": "1"}
     return table.rename("cost")
+
+
+def importance_probe(
+    model: nn.Module,
+    images: GivenImages,
+    loss: Any = None,
+    *,
+    modes: Collection[Mode] = RUNGS,
+    heads: HeadSelection = None,
+    **options: Any,
+) -> Probe:
+    """Record the result of :func:`head_importance` at each mark, as a variable of the recording.
+
+    ::
+
+        import timm, torch, tcnn_probe
+
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
+        images, classes = torch.randn(4, 3, 64, 64), [0, 1, 2, 3]
+        importance = tcnn_probe.importance_probe(vit, images, classes, modes=["static", "zero"])
+        with tcnn_probe.record(vit, probes=["softmax", importance]) as recorder:
+            for epoch in range(2):
+                vit(images)  # train and validate here
+                recorder.mark(epoch=epoch)
+        cost = recorder.tree["importance"].dataset.importance
+        print(cost.sel(mode="static", epoch=1).to_pandas())
+
+    Each mark then runs the model on these images, forward and backward. Other measurements do not
+    see that, and gradients of the training stay as they are.
+
+    Args:
+        model: Model as for :func:`head_importance`.
+        images: The same images for all marks; a loader is read again at each of them.
+        loss: Loss as for :func:`head_importance`.
+        modes: Modes as for :func:`head_importance`.
+        heads: Heads as for :func:`head_importance`.
+        **options: Further options of :func:`head_importance`.
+
+    Returns:
+        A probe with the variable ``importance``, dims (layer, head, mode), the mean over images, in
+        the group "importance".
+
+    Raises:
+        TypeError, ValueError: As in :func:`head_importance`, at the first mark; at once, if no
+            layer has such heads.
+    """
+    check_model(model)
+    names = layer_names(model)
+    layers = {entry.layer for entry in select_heads(model, heads, "zero")}
+    images = reread(images)
+    waiting: set[str] = set()
+    costs: list[xr.DataArray] = []
+
+    def read(module: nn.Module) -> dict[str, Tensor]:
+        name = names[module]
+        if name not in waiting:  # a mark reads each layer once, and this is the first one
+            table = head_importance(model, images, loss, modes=modes, heads=heads, **options)
+            costs[:] = [table.mean("image")]
+            waiting.update(layers)
+        waiting.remove(name)
+        [table] = costs
+        if name not in table.layer:
+            return {}
+        by_head = table.sel(layer=name).reindex(head=range(int(table["head"].max()) + 1))
+        return {"importance": torch.from_numpy(by_head.transpose("head", "mode").values)}
+
+    return Probe(
+        "importance",
+        {
+            "importance": Variable(
+                ("layer", "head", "mode"),
+                "1",
+                "cost of a head, to first order",
+                "Change of the loss, or of the output, to first order if a head becomes that of a "
+                "mode of ablate, see head_importance; mean over its images, at the mark.",
+                nan_reason="the head was not selected, or cannot be ablated in this mode",
+            )
+        },
+        lambda module: names.get(module) in layers,
+        state=read,
+        coords={"mode": list(modes)},
+    )
 
 
 def _changes(rungs: Rungs, batch: Batch, measure: Measure) -> np.ndarray:

@@ -266,3 +266,37 @@ def test_heads_that_another_ablation_edits() -> None:
     of_head = cost.sel(mode="zero", layer="blocks.0.attn")
     assert (of_head.sel(head=1) == 0).all()
     assert (abs(of_head.sel(head=[0, 2])) > 0).all()
+
+
+def test_importance_is_recorded_by_epoch() -> None:
+    model, x = vit(), vit_images(5)
+    classes = [0, 1, 2, 0, 1]
+    options: dict[str, Any] = {"modes": ["static", "zero"], "heads": {"blocks.1.attn": [0, 2]}}
+    importance = tcnn_probe.importance_probe(model, x, classes, **options)
+    expected = []
+    with tcnn_probe.record(model, probes=["softmax", importance]) as recorder:
+        for epoch in range(3):
+            model.train()
+            model(x).square().sum().backward()
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.eval()
+            model(x[:2])
+            if epoch == 1:
+                # A mark that fails computes its costs anew.
+                with pytest.raises(ValueError, match="epoch"):
+                    recorder.mark(epoch=0)
+            recorder.mark(epoch=epoch)
+            after = [p.grad for p in model.parameters() if p.grad is not None]
+            assert all(map(torch.equal, after, gradients))
+            expected.append(tcnn_probe.head_importance(model, x, classes, **options).mean("image"))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+    recorded = recorder.tree["importance"].dataset.importance
+    assert recorded.dims == ("epoch", "layer", "head", "mode")
+    for epoch, costs in enumerate(expected):
+        values = recorded.sel(epoch=epoch, head=[0, 2]).transpose(*costs.dims)
+        np.testing.assert_allclose(values, costs, rtol=1e-12)
+    assert recorded.sel(head=1).isnull().all()
+    # The images of the probe are not those that are measured.
+    assert (recorder.dataset.images == 2).all()
