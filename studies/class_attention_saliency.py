@@ -300,12 +300,12 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     )
     if args.heads:
         # The option compares these two models alone.
-        several = replace(
+        multiple = replace(
             patchconvnet,
             name=several_heads(args.heads),
             make=lambda _: small_patchconvnet(args.heads),
         )
-        return [patchconvnet, several], loaders
+        return [patchconvnet, multiple], loaders
     return [resnet, averaged, attentive, patchconvnet, by_class_tokens], loaders
 
 

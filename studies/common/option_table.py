@@ -53,23 +53,25 @@ def machine_options(*, loads: bool = True) -> list[Option]:
     return [amp, *([Option("--workers", words, from_least(0), cores)] if loads else [])]
 
 
-def model_options(model: str, pretrained: str, size: Option, *, several: bool = False) -> Groups:
+def model_options(
+    model: str, pretrained: str, size: Option, *, many_models: bool = False
+) -> Groups:
     """Return options for one or several models and the images.
 
     Args:
         model, pretrained: Help for the options of the model and of its weights.
         size: Option for the size of the images.
-        several: Whether several models may be named.
+        many_models: Whether several models may be named.
     """
     return {
         "model and data": [
-            Option("--model", model, nargs="+" if several else None),
+            Option("--model", model, nargs="+" if many_models else None),
             Option(
                 "--pretrained",
                 pretrained,
                 default=False,
                 # A flag without a value means timm's own weights.
-                nargs="*" if several else "?",
+                nargs="*" if many_models else "?",
             ),
             Option(
                 "--data",
@@ -136,7 +138,7 @@ def training_options(small_form: str, models: str = "", **defaults: Any) -> dict
         f"timm name of a CNN (default: a small ResNet built from timm){models}",
         "start from timm's weights, or from those in FILE, instead of training the CNN",
         size,
-        several=bool(models),
+        many_models=bool(models),
     )
     recipe = [
         Option("--epochs", "epochs of fine-tuning", from_least(1), 6, 4, 50),

@@ -246,7 +246,7 @@ class RunOutput:
 
         Args:
             figure: Figure.
-            texts: What to print.
+            texts: Tables and sentences to print.
             dpi: Resolution of the figure.
             files: Further files of the study, to be named.
         """

@@ -70,7 +70,7 @@ def begin_single(
     as :func:`begin` does.
 
     Args:
-        name, args, before: See :func:`begin`.
+        name, args, before: Arguments of :func:`begin`.
         small_model: Function that builds the small model for scenes of a height and width.
     """
     # Initial weights and scenes are drawn from torch's global generator.
@@ -209,11 +209,11 @@ class Study:
         """Fine-tune a model with every head recorded, and return the recording.
 
         Args:
-            model, file, title, after_epoch, changes: See :meth:`finetune`. The recorder does not
-                count what ``after_epoch`` shows the model.
+            model, file, title, after_epoch, changes: Arguments of :meth:`finetune`. The recorder
+                does not count what ``after_epoch`` shows the model.
             store: Store of the recording.
             also: Function of an epoch's result that returns further values to mark.
-            probes, images: See :func:`tcnn_probe.record`.
+            probes, images: Arguments of :func:`tcnn_probe.record`.
         """
         options = {} if images is None else {"images": images}
         with tcnn_probe.record(model, store, probes=probes, **options) as recorder:
@@ -242,7 +242,7 @@ class Study:
         return it and the recording.
 
         Args:
-            store, file, title, options: See :meth:`record`.
+            store, file, title, options: Arguments of :meth:`record`.
             seed: Seed of the new queries and keys, and of the training; None for ``--seed``.
             start: Options of :func:`tcnn_model.reparameterize`.
         """

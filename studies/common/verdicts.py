@@ -1,4 +1,4 @@
-"""What intervals and numbers of right answers support, in words: over images, or over trainings and
+"""Verdicts that intervals and numbers of right answers support, over images, or over trainings and
 images together.
 """
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import ablations
 import architectures
 import attention_maps
 import cait_attention
@@ -19,6 +20,7 @@ import class_attention_saliency
 import coarse_labels
 import dense_features
 import disagreement
+import distillation
 import finetune_length
 import gating_evolution
 import head_entropy
@@ -28,10 +30,12 @@ import learning_rate_dip
 import object_heads
 import representations
 import resmlp_weights
+import tcnn_claims
 import test_resolution as resolution
 import when_to_reparameterize
 from common.output import finish
 from common.verdicts import learned
+from tests.studies import test_ablations, test_distillation, test_tcnn_claims
 
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
@@ -326,6 +330,18 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
     )
 
 
+def ablation_results(**changes: float) -> tuple[Any]:
+    return (test_ablations.results(**changes),)
+
+
+def distillation_results(**changes: float) -> tuple[Any]:
+    return (test_distillation.results(**changes),)
+
+
+def claims(**changes: float) -> tuple[Any, float]:
+    return test_tcnn_claims.results(**changes), 0.1
+
+
 @pytest.mark.parametrize(
     ("study", "make_results", "changes", "message"),
     [
@@ -472,6 +488,12 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
             {"top1": 0.1},
             "PatchConvNet did NOT learn",
         ),
+        (ablations, ablation_results, {"alone": 0.9}, "a ResMLP is NOT more accurate"),
+        (ablations, ablation_results, {"top1": 0.05, "alone": 0.0}, "did NOT learn"),
+        (distillation, distillation_results, {"top1": 0.1}, "labels alone did NOT learn"),
+        (distillation, distillation_results, {"teacher": 0.1}, "CNN did NOT learn"),
+        (tcnn_claims, claims, {"start": 1.5}, "heads do NOT all start by position"),
+        (tcnn_claims, claims, {"top1": 0.1}, "the median T-CNN did NOT learn"),
     ],
 )
 def test_the_check_can_fail(
