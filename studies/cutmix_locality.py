@@ -55,7 +55,7 @@ from common.options import Option, from_least, parse_options
 from common.output import RunOutput, ended, finish, seeds_of
 from common.small_images import ImageSet, load_image_set
 from common.stepwise import noisy, shuffled_rows, take_steps, warm_up_and_anneal
-from common.verdicts import compared, learned
+from common.verdicts import compared, difference, learned
 from tcnn_probe.evaluation import mean_interval
 
 BATCH, LR, WEIGHT_DECAY = 96, 2e-3, 0.05
@@ -175,11 +175,6 @@ def first_layer(results: xr.Dataset) -> xr.Dataset:
     )
 
 
-def difference(values: xr.DataArray) -> xr.DataArray:
-    """Return CutMix minus plain, by seed."""
-    return values.sel(arm="CutMix") - values.sel(arm="plain")
-
-
 @mpl.rc_context(STYLE)
 def draw(measures: xr.Dataset) -> Figure:
     """Draw the measures by epoch for both arms, and below the difference with its interval."""
@@ -190,7 +185,7 @@ def draw(measures: xr.Dataset) -> Figure:
         draw_arms(top, measures[name])
         top.set_title(str(name))
         # At epoch 0 both arms are the same network.
-        pairs = difference(measures[name].isel(epoch=slice(1, None)))
+        pairs = difference(measures[name].isel(epoch=slice(1, None)), "CutMix", "plain")
         interval = mean_interval(pairs, "seed")
         low, high = interval.sel(bound="low"), interval.sel(bound="high")
         bottom.fill_between(pairs.epoch, low, high, color="0.85")
@@ -220,7 +215,7 @@ def table(measures: xr.Dataset) -> str:
     last = measures.isel(epoch=-1)
     for name, values in last.data_vars.items():
         plain, mixed = (float(values.sel(arm=arm).mean()) for arm in ARMS)
-        verdict = compared(difference(values), "seed", "higher", "lower")
+        verdict = compared(difference(values, "CutMix", "plain"), "seed", "higher", "lower")
         lines.append(f"{name:34}{plain:7.3f}{mixed:8.3f}  {verdict}")
     return "\n".join(lines)
 

@@ -289,11 +289,11 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}")
     # The ResNet at stride 1 has no attention, so that the grid alone is judged.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
-    low, high = evaluation.mean_interval(gain).values
+    low = float(evaluation.mean_interval(gain)[0])
     verdict = "more" if low > 0 else "NOT clearly more"
-    words = f"{float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
     print(
-        f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}"
+        f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: "
+        f"{with_interval(gain)}"
     )
     return bool(has_learned and apart < SAME and low > 0)
 

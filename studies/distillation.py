@@ -50,7 +50,7 @@ from common.option_table import SEED_OPTION, small_option
 from common.options import Option, from_least, parse_options
 from common.output import RunOutput, ended, finish
 from common.stepwise import SHAPE, accuracy, decisions, digits_learned, fit
-from common.verdicts import compared
+from common.verdicts import difference, difference_lines
 from tcnn_probe.plot import OKABE_ITO
 
 TEMPERATURE, SOFT_WEIGHT = 3.0, 0.1
@@ -259,10 +259,6 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
         results.equivariance.mean(heads),
         -results.distance.mean(heads),
     )
-
-    def difference(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
-        return values.sel(arm=first) - values.sel(arm=second)
-
     return {
         "decides as the CNN, token less labels alone": difference(from_cnn, LABELS, OF_CNN),
         "decides as the CNN, soft less labels alone": difference(from_cnn, LABELS, SOFT),
@@ -301,9 +297,7 @@ def table(results: xr.Dataset) -> str:
             f"{int((of_arm.head_type == 'convolutional').sum()):12d} of "
             f"{of_arm.head_type.size}"
         )
-    for name, values in differences(results).items():
-        lines.append(f"{name:48}{compared(values, 'seed', 'above zero', 'BELOW zero')}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *difference_lines(differences(results))])
 
 
 def check(results: xr.Dataset) -> bool:

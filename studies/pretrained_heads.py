@@ -93,6 +93,7 @@ from common.option_table import SEED_OPTION, small_option
 from common.options import Option, from_least, parse_options
 from common.output import InputError, RunOutput, ended
 from common.pretrained import Network, load_network, load_photographs
+from common.verdicts import with_interval
 from tcnn_probe.evaluation import mean_interval
 from tcnn_probe.plot import OKABE_ITO
 
@@ -220,12 +221,12 @@ def report(heads: xr.Dataset, costs: xr.Dataset, by_count: xr.Dataset) -> bool:
             for control in ("random", "same layers", "deviation"):
                 others = change.sel(order=control).mean("seed")
                 difference = change.sel(order="shares").isel(seed=0) - others
-                low, high = mean_interval(difference).values
                 print(
                     f"{mode}, {fraction:.2f} of the heads, shares minus {control}: "
-                    f"{float(difference.mean()):+.3f} [{low:+.3f}, {high:+.3f}]"
+                    f"{with_interval(difference)}"
                 )
-                ordered &= control == "deviation" or high < 0
+                is_below = bool(mean_interval(difference)[1] < 0)
+                ordered &= control == "deviation" or is_below
     print(f"check: the parts {'predict' if passed else 'do NOT predict'} costs")
     print(f"check: the shares {'order' if ordered else 'do NOT order'} heads")
     return passed and ordered

@@ -53,7 +53,7 @@ from common.options import Option, from_least, parse_options
 from common.output import RunOutput, ended, finish
 from common.saliency_scores import on_object
 from common.stepwise import shuffled_rows, take_steps, warm_up_and_anneal
-from common.verdicts import compared, learned
+from common.verdicts import difference, difference_lines, learned
 from tcnn_probe.plot import OKABE_ITO
 
 SIZE, FRAGMENTS = 32, 3
@@ -288,17 +288,14 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
     """Return the differences that the study asks about, by seed, as means over the scenes."""
     shares = (results.on_digit / results.even).mean("image")
     change = results.change.mean("image")
-
-    def difference(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
-        return values.sel(training=first) - values.sel(training=second)
-
-    return {
-        "on strokes, by segmentation less before": difference(shares, SEGMENTED, BEFORE),
-        "on strokes, by labels less before": difference(shares, LABELED, BEFORE),
-        "on strokes, by segmentation less by labels": difference(shares, SEGMENTED, LABELED),
-        "change of maps, by segmentation less by labels": difference(change, SEGMENTED, LABELED),
-        "accuracy, by segmentation less by labels": difference(results.top1, SEGMENTED, LABELED),
+    pairs = {
+        "on strokes, by segmentation less before": (shares, SEGMENTED, BEFORE),
+        "on strokes, by labels less before": (shares, LABELED, BEFORE),
+        "on strokes, by segmentation less by labels": (shares, SEGMENTED, LABELED),
+        "change of maps, by segmentation less by labels": (change, SEGMENTED, LABELED),
+        "accuracy, by segmentation less by labels": (results.top1, SEGMENTED, LABELED),
     }
+    return {name: difference(*pair, "training") for name, pair in pairs.items()}
 
 
 def table(results: xr.Dataset) -> str:
@@ -315,9 +312,7 @@ def table(results: xr.Dataset) -> str:
         lines.append(f"{name:18}{cells[0]:8.3f}{cells[1]:19.2f}{cells[2]:16.3f}")
     iou = results.iou.mean("image")
     lines.append(f"IoU of the segmenters' strokes: {float(iou.mean()):.2f}")
-    for name, values in differences(results).items():
-        lines.append(f"{name:48}{compared(values, 'seed', 'above zero', 'BELOW zero')}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *difference_lines(differences(results))])
 
 
 def check(results: xr.Dataset) -> bool:

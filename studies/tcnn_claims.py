@@ -65,7 +65,7 @@ from common.option_table import training_options
 from common.options import Option, from_least, need_model, parse_options, positive_number
 from common.output import ended, finish, seeds_of
 from common.training import Study, begin
-from common.verdicts import compared, learned
+from common.verdicts import difference, difference_lines, learned
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
@@ -243,22 +243,15 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
         for layer in gates.layer.values
     }
     sides = one_sided(last).mean(["layer", "head"])
-    claims["how one-sided heads are, ungated less gated"] = sides.sel(arm=UNGATED) - sides.sel(
-        arm=GATED
-    )
     content = last.content.mean(["layer", "head"])
-    claims["information by content (nat), gated less ungated"] = content.sel(
-        arm=GATED
-    ) - content.sel(arm=UNGATED)
-    top1 = last.top1
-    claims["accuracy, gated less ungated"] = top1.sel(arm=GATED) - top1.sel(arm=UNGATED)
-    claims["accuracy, the CNN's filters less drawn ones"] = top1.sel(arm=GATED) - top1.sel(
-        arm=REDRAWN
-    )
-    claims[f"accuracy, AdamW less {best_sgd(results)}"] = top1.sel(arm=GATED) - top1.sel(
-        arm=best_sgd(results)
-    )
-    return claims
+    top1, sgd = last.top1, best_sgd(results)
+    return claims | {
+        "how one-sided heads are, ungated less gated": difference(sides, UNGATED, GATED),
+        "information by content (nat), gated less ungated": difference(content, GATED, UNGATED),
+        "accuracy, gated less ungated": difference(top1, GATED, UNGATED),
+        "accuracy, the CNN's filters less drawn ones": difference(top1, GATED, REDRAWN),
+        f"accuracy, AdamW less {sgd}": difference(top1, GATED, sgd),
+    }
 
 
 def one_sided(ds: xr.Dataset) -> xr.DataArray:
@@ -374,9 +367,8 @@ def table(results: xr.Dataset) -> str:
         f"\nmean [95 % interval] over {seeds} trainings; above zero if the claim holds, by our "
         "operationalisation"
     ]
-    for name, values in differences(results).items():
-        # An interval that contains zero leaves the claim open.
-        lines.append(f"{name:60} {compared(values, 'seed', 'above zero', 'BELOW zero')}")
+    # An interval that contains zero leaves the claim open.
+    lines += difference_lines(differences(results), 61)
     types = results.head_type.sel(arm=GATED).isel(epoch=-1)
     convolutional = (types == "convolutional").sel(head=CENTER)
     everywhere = int(convolutional.all("layer").sum())

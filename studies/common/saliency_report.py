@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tcnn_probe
 from common.data import Probed
-from common.verdicts import side_of_zero
+from common.verdicts import side_of_zero, with_interval
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
@@ -98,12 +98,13 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
             # scores of the model.
             values.append(of_attention - chance * (measure == "insertion_auc"))
         difference = values[0] - values[1]
-        low, high = evaluation.mean_interval(difference).values
-        verdict = "one head is better" if low > 0 else "not distinguishable"
-        if high < 0:
-            verdict = "several heads are better"
-        mean = float(difference.mean())
-        lines.append(f"  {words}: {mean:+.2f} [{low:+.2f}, {high:+.2f}]: {verdict}")
+        verdict = side_of_zero(
+            evaluation.mean_interval(difference).values,
+            "one head is better",
+            "several heads are better",
+            "not distinguishable",
+        )
+        lines.append(f"  {words}: {with_interval(difference, digits=2)}: {verdict}")
     return lines
 
 
@@ -115,15 +116,17 @@ def beside_gradcam(hits: xr.DataArray) -> str:
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")
     )
     difference = attention_hits - gradcam_hits
-    low, high = evaluation.mean_interval(difference).values
     # If the interval contains zero, the images do not tell the methods apart.
     verdict = side_of_zero(
-        (low, high), "is ahead", "is behind", "and Grad-CAM are not distinguishable"
+        evaluation.mean_interval(difference).values,
+        "is ahead",
+        "is behind",
+        "and Grad-CAM are not distinguishable",
     )
     return (
         f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM "
-        f"{float(gradcam_hits.mean()):.2f}, difference {float(difference.mean()):+.2f} "
-        f"[{low:+.2f}, {high:+.2f}]: class attention {verdict}"
+        f"{float(gradcam_hits.mean()):.2f}, difference {with_interval(difference, digits=2)}: "
+        f"class attention {verdict}"
     )
 
 

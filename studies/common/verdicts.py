@@ -2,7 +2,7 @@
 images together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ __all__ = [
     "all_learned",
     "compared",
     "crossed_effect",
+    "difference",
+    "difference_lines",
     "holm",
     "learned",
     "seeds_to_decide",
@@ -46,6 +48,19 @@ def compared(
     """Return the mean of differences with its interval, and the word for the interval's side."""
     words = side_of_zero(mean_interval(values, dim).values, above, below, neither)
     return f"{with_interval(values, dim)} {words}"
+
+
+def difference(values: xr.DataArray, first: str, second: str, dim: str = "arm") -> xr.DataArray:
+    """Return the values of one label of a dimension less those of another."""
+    return values.sel({dim: first}) - values.sel({dim: second})
+
+
+def difference_lines(differences: Mapping[str, xr.DataArray], width: int = 48) -> list[str]:
+    """Return a line for each difference by seed, with its interval over seeds and a verdict."""
+    return [
+        f"{name:{width}}{compared(values, 'seed', 'above zero', 'BELOW zero')}"
+        for name, values in differences.items()
+    ]
 
 
 def side_of_zero(
