@@ -20,8 +20,8 @@ Most models need no record, because [attention is seen where the model calls
 torch](recording.md#your-own-model). A class has a record if these calls do not show all that is
 needed:
 
-- *not recorded*: the layer looks like attention but has no matrix between tokens;
-  `recorder.unsupported` says why.
+- *no attention matrix*: the layer looks like attention but has no matrix between tokens;
+  `recorder.unsupported` says why. The layers of `convolve` are recorded, as what their heads are.
 - *heads*: which axis of (..., N_query, N_key) holds the heads.
 - *grid*: where queries and keys lie, or why they lie on no grid.
 - *windows*: how the layer divides the image into windows, so that `attention_maps` can put them on
@@ -38,7 +38,7 @@ HEADS = {
 def facts(record: LayerRecord) -> Iterable[str]:
     """Yield the facts of a record in words."""
     if record.no_attention_matrix:
-        yield f"not recorded: {record.no_attention_matrix}"
+        yield f"no attention matrix: {record.no_attention_matrix}"
     if record.heads_axis is not None:
         yield HEADS.get(str(record.heads_axis), f"heads: axis {record.heads_axis}")
     for reason in (record.not_in_raster_order, record.latent_queries):
