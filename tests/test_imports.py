@@ -65,7 +65,7 @@ PARTS: dict[str, set[str]] = {
     "callbacks": {"probes", "recording", "schema", "storage"},
     "interventions": {
         *("architectures", "attention", "heads", "hooks", "images", "models"),
-        "provenance",
+        *("probes", "provenance", "schema"),
     },
     "attribution": {
         *("architectures", "attention", "extras", "hooks", "images", "models"),
