@@ -271,7 +271,7 @@ def test_heads_that_another_ablation_edits() -> None:
 def test_importance_is_recorded_by_epoch() -> None:
     model, x = vit(), vit_images(5)
     classes = [0, 1, 2, 0, 1]
-    options: dict[str, Any] = {"modes": ["static", "zero"], "heads": {"blocks.1.attn": [0, 2]}}
+    options: dict[str, Any] = {"modes": ["static", "zero"], "heads": {"blocks.0.attn": [0, 2]}}
     importance = tcnn_probe.importance_probe(model, x, classes, **options)
     expected = []
     with tcnn_probe.record(model, probes=["softmax", importance]) as recorder:
@@ -297,6 +297,7 @@ def test_importance_is_recorded_by_epoch() -> None:
     for epoch, costs in enumerate(expected):
         values = recorded.sel(epoch=epoch, head=[0, 2]).transpose(*costs.dims)
         np.testing.assert_allclose(values, costs, rtol=1e-12)
+        assert (costs != expected[epoch - 1]).all()
     assert recorded.sel(head=1).isnull().all()
     # The images of the probe are not those that are measured.
     assert (recorder.dataset.images == 2).all()
