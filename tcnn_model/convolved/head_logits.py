@@ -144,19 +144,21 @@ class _RelativeLogits(HeadLogits):
 
     def __init__(self, layer: Any, heads: Sequence[int], asking: int | None = None) -> None:
         super().__init__(layer, heads, asking)
-        self.table: nn.Parameter | None = None
+        # timm leaves parameters of this name without weight decay.
+        self.relative_position_bias_table: nn.Parameter | None = None
         table = layer.relative_position_bias_table
         if table is not None:
             index = layer.relative_position_index[self.asking]
             used, places = index.unique(return_inverse=True)
             rows = table.detach()[used][:, self.heads]
-            self.table = nn.Parameter(rows, table.requires_grad)
+            self.relative_position_bias_table = nn.Parameter(rows, table.requires_grad)
             self.register_buffer("_index", places, persistent=False)
             self._index: Tensor
 
     def relative_bias(self) -> Tensor | None:
         """Return the entries of the table, see :class:`HeadLogits`."""
-        return None if self.table is None else self.table[self._index].permute(2, 0, 1)
+        table = self.relative_position_bias_table
+        return None if table is None else table[self._index].permute(2, 0, 1)
 
 
 class _WindowLogits(_RelativeLogits):

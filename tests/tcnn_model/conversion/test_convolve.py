@@ -127,6 +127,15 @@ def test_convolved_heads_equal_dense_attention(family: str, size: tuple[int, int
     convolved.train()(x).square().sum().backward()
     unused = [name for name, p in convolved.named_parameters() if p.grad is None]
     assert unused == [name for name, p in model.named_parameters() if not p.requires_grad]
+    decayed = {
+        id(parameter)
+        for group in tcnn_model.parameter_groups(convolved)
+        for parameter in group["params"]
+        if group["weight_decay"]
+    }
+    # Not kernels, relative positions and temperatures.
+    names = [name for name, p in convolved.named_parameters() if id(p) in decayed]
+    assert [name for name in names if not name.endswith(".weight") or "cpb_mlp" in name] == []
     again = tcnn_model.convolve(model, kernels, mass=1)
     with torch.no_grad():
         for parameter in convolved.parameters():
