@@ -6,10 +6,10 @@ with and without LayerScale (Touvron's thesis, Fig. 3.6).
 Takes about a minute on one CPU core.
 
 What one should see (layer_scale.png): for each block the norm of a residual branch, divided by the
-norm of the main branch that it is added to. With LayerScale the ratio starts ten times smaller, and
-training decides how far each branch opens. The last lines that are printed say how much the ratio
-varies over the blocks, which in the thesis is less with LayerScale; studies/pages/layer_scale.md
-says what several seeds agree on.
+norm of the main branch that it is added to. With LayerScale the ratio starts seven to eleven times
+smaller, and training decides how far each branch opens. The last lines that are printed say how
+much the ratio varies over the blocks, which in the thesis is less with LayerScale;
+studies/pages/layer_scale.md says what several seeds agree on.
 
 How: two vision transformers of 12 blocks learn handwritten digits from the same initial weights and
 the same images. One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18

@@ -8,12 +8,12 @@ convolutional, static or salient, and at what cost.
 
 Takes 17 minutes of one CPU core with --steps 30 (a ViT-S of 72 heads on 257 tokens).
 
-PAPA (2211.03495) drew for language models how many heads can have constant attention; for vision
-transformers nobody has. Here attention is replaced rung by rung: by uniform attention, by the
-nearest convolution T, by its mean M over images ("static"), by M with the keys that stand out in
-the image ("salient"). A recording splits the selectivity of each head into what each rung adds, in
-nat. The question is whether these parts, which are read off attention alone, predict what the rungs
-cost.
+PAPA (2211.03495) drew for language models how many heads can have constant attention; we know of no
+such curves for vision transformers. Here attention is replaced rung by rung: by uniform attention,
+by the nearest convolution T, by its mean M over images ("static"), by M with the keys that stand
+out in the image ("salient"). A recording splits the selectivity of each head into what each rung
+adds, in nat. The question is whether these parts, which are read off attention alone, predict what
+the rungs cost.
 
 Writes into results/:
 pretrained_heads.png    A cost of static and salient attention of single heads, against the share of

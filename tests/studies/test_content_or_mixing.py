@@ -140,6 +140,22 @@ def test_scenes_tell_the_class_only_as_the_dose_says() -> None:
     assert abs(shown / 400 - 0.7) < 0.07
 
 
+@pytest.mark.parametrize(("sharpness", "solved"), [(30, True), (0, False)])
+def test_key_content_of_one_head_tells_every_class(sharpness: float, solved: bool) -> None:
+    """Where all queries look at the cue, single tokens can compare the codes;
+    with uniform attention they cannot.
+    """
+    images, labels = content_control.scenes(200, 1.0, seed=5)
+    tokens = images.flatten(2).mT
+    weights = (sharpness * tokens[..., 0]).softmax(1)
+    seen = torch.einsum("ij,ijc->ic", weights, tokens)[:, None]
+    difference = tokens[..., 2:9] - seen[..., 2:9]
+    hidden = torch.cat([difference.relu(), (-difference).relu()], -1)
+    values = tokens[..., 9:13].relu()
+    scores = (values - hidden.sum(-1, keepdim=True)).relu().mean(1)
+    assert bool((scores.argmax(1) == labels).all()) is solved
+
+
 def steps_of(features: torch.Tensor, count: int):
     for _ in range(count):
         yield features, torch.arange(len(features)) % 7
