@@ -162,9 +162,11 @@ def _ablated_layers(
         reason = next((f": {reason}" for reason in reasons.values()), "")
         hint = ""
         if not matching:
-            hint = (
+            others = (known(module).no_attention_matrix for module in modules.values())
+            hint = next(
+                (f": {reason}" for reason in others if reason),
                 ": no layer has a class that is named like attention. Other layers are selected by "
-                "their own names; tcnn_model.reparameterize(cnn) gives a CNN attention"
+                "their own names; tcnn_model.reparameterize(cnn) gives a CNN attention",
             )
         scope = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {scope} can do mode={mode!r}{reason}{hint}")

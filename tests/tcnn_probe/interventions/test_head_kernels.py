@@ -245,5 +245,6 @@ def test_convolved_tcnns_are_recorded() -> None:
         np.testing.assert_allclose(before[name].sel(others), after[name].sel(others))
     content = after.content_information.sel(head=[0, 8])
     np.testing.assert_allclose(content, 0, atol=1e-9)
-    with pytest.raises(ValueError, match=r"are convolutions: edit heads .* before"):
-        tcnn_probe.ablate(convolved, "1")
+    for layers in ("1", None):
+        with pytest.raises(ValueError, match=r"are convolutions: edit heads .* before"):
+            tcnn_probe.ablate(convolved, layers)
