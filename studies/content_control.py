@@ -173,7 +173,7 @@ def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
     lines = [
         "accuracy on test scenes, mean over seeds; "
         "content information in nat, mean of heads and largest head",
-        "dose  arm                                  seeds  accuracy  static  shuffled  "
+        "dose  arm                                  seeds  accuracy  static  shuffled  salient  "
         "key content   query-key content",
     ]
     effects = {}
@@ -183,7 +183,7 @@ def report(runs: dict[str, list[xr.Dataset]]) -> tuple[str, bool]:
             if not of_arm:
                 continue
             row = f"{dose:5s} {arm} {ARMS[arm].title:36s}{len(of_arm):4d}"
-            for name in ("clean", "clean_static", "clean_shuffled"):
+            for name in ("clean", "clean_static", "clean_shuffled", "clean_salient"):
                 values = [float(run[name].mean()) for run in of_arm if name in run]
                 row += f"{np.mean(values):9.4f}" if values else " " * 9
             if ARMS[arm].has_content:

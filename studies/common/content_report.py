@@ -167,6 +167,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
         "clean": ("image",),
         "clean_static": ("image",),
         "clean_shuffled": ("image",),
+        "clean_salient": ("image",),
         "clean_positional": ("image",),
         "held_out": ("mark",),
     }
@@ -224,7 +225,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
     """
     lines = [
         "accuracy (mean over seeds)                 "
-        "seeds  clean   corrupted  static  shuffled  by position"
+        "seeds  clean   corrupted  static     shuffled   salient    by position"
     ]
     for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
         of_arm = [run for run in runs if (run.attrs["arm"], run.attrs["start"]) == (arm, start)]
@@ -234,7 +235,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
             float(np.mean([run[name].mean() for run in of_arm])) for name in ("clean", "corrupted")
         ]
         row = f"  {words:42s}{len(of_arm):4d}  {means[0]:.4f}  {means[1]:.4f}"
-        for name in ("clean_static", "clean_shuffled", "clean_positional"):
+        for name in ("clean_static", "clean_shuffled", "clean_salient", "clean_positional"):
             having = [run[name].mean() for run in of_arm if name in run]
             row += f"     {float(np.mean(having)):.4f}" if having else " " * 11
         lines.append(row)

@@ -76,8 +76,9 @@ def train_and_measure(
 
     The file tells whether each test image is classified correctly: ``clean`` (N,) and ``corrupted``
     (corruptions, n). Arms with content have the same with static attention, ``clean_static`` and
-    ``corrupted_static``, with the attention of another image, ``clean_shuffled``, and with the
-    positional part alone, ``clean_positional``; arms with a static map have ``clean_static`` only.
+    ``corrupted_static``, with the attention of another image, ``clean_shuffled``, with that to what
+    stands out in the image, ``clean_salient``, and with the positional part alone,
+    ``clean_positional``; arms with a static map have ``clean_static`` only.
     Arm C in the first table also has ``heads_static`` (layer, head, m), with static attention in
     one head, for the m images ``heads_rows``. Data without corrupted images have none of their
     variables.
@@ -166,6 +167,9 @@ def _measured(
     # A mean over images is also flatter than any image's attention; another image's is as peaked.
     with tcnn_probe.ablate(model, mode="shuffled", images=features.reference):
         results["clean_shuffled"] = _right(model, features.test, labels)
+    # Each image keeps the keys that stand out in it, but not which query they match.
+    with tcnn_probe.ablate(model, mode="salient", images=features.reference):
+        results["clean_salient"] = _right(model, features.test, labels)
     # The mode sets gates to 1, so that only the positional part of attention remains.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
