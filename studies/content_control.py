@@ -24,8 +24,9 @@ over offsets) and U (uniform content). Gates start at lambda = 1; doses 0, 0.1, 
 its p-value, adjusted by Holm over the doses, below 0.05, and its interval not below 0.01. The
 smallest dose with "yes" is the sensitivity of the assay; a dose of 0 has to be "no". Recorded with
 it: content information and its two parts, key content and query-key content. The task needs the
-second. (Seen since: it does not, key content is enough; the page says how.) Pilot, seen before this
-was written: dose 1, seed 0, from lambda = 1: A 0.47, C 1.00.
+second. (Seen since: it does not, key content would be enough; the page says how. Salient attention
+in place of C's was measured after all other runs.) Pilot, seen before this was written: dose 1,
+seed 0, from lambda = 1: A 0.47, C 1.00.
 
 Writes into results/:
 content_control.png   accuracy and content information by dose
