@@ -29,6 +29,7 @@ from common.models import small_resnet
 from common.training import Study
 from tcnn_model import EpochResult, reparameterize
 from tcnn_model.training.evaluation import evaluate
+from tests.extras import need
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py"))
 SMALL = ["--small", "--device", "cpu"]
@@ -136,7 +137,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 patch.setattr(Study, "_train", train_once)
                 options = ["--small"] if name in ON_THE_CPU else [*SMALL]
                 options += FURTHER.get(name, [])
-                code = importlib.import_module(name).main([*options, "--out", str(out)])
+                code = need(name).main([*options, "--out", str(out)])
             # A study sets its own number of threads.
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out, stuck)

@@ -197,7 +197,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     absent = {*_modules_beyond(core)}
     statistics = absent - {*_modules_beyond([*core, *stats])}
     # If the core required one of these packages, the test would prove nothing.
-    assert {"torch", "timm", "captum", "bokeh", "dask"} <= absent - statistics
+    assert {"torch", "timm", "captum", "bokeh"} <= absent - statistics
     assert {"scipy", "sklearn"} <= statistics
     lists = (json.dumps([*names]) for names in (absent, statistics))
     command = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr", *lists]
