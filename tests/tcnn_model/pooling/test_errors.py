@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import tcnn_model.models  # noqa: F401 (registers PatchConvNets with timm)
 from tcnn_model import add_attention_pool, specialize
 from tests.tcnn_model.numerics import assert_refused, on_meta, randomise_norms
 from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn
