@@ -163,10 +163,10 @@ def _ablated_layers(
         hint = ""
         if not matching:
             others = (known(module).no_attention_matrix for module in modules.values())
-            hint = next(
-                (f": {reason}" for reason in others if reason),
-                ": no layer has a class that is named like attention. Other layers are selected by "
-                "their own names; tcnn_model.reparameterize(cnn) gives a CNN attention",
+            why = next(filter(None, others), "no layer has a class that is named like attention")
+            hint = (
+                f": {why}. Other layers are selected by their own names; "
+                "tcnn_model.reparameterize(cnn) gives a CNN attention"
             )
         scope = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {scope} can do mode={mode!r}{reason}{hint}")
