@@ -10,8 +10,8 @@ SQUARES = "timm's model takes windows of square images only"
 DECAYED = "timm does not spare register tokens and Swin V2's temperatures from weight decay"
 
 REASONS = {
-    "test_convolved_heads_equal_dense_attention[registers and norms": DECAYED,
-    "test_convolved_heads_equal_dense_attention[swin v2": DECAYED,
+    "test_kernels_positions_and_temperatures_do_not_decay[registers and norms]": DECAYED,
+    "test_kernels_positions_and_temperatures_do_not_decay[swin v2]": DECAYED,
     "test_recorded_classes_exist[timm.layers.attention_pool.": NOT_THERE,
     "test_recorded_classes_exist[timm.layers.diff_attention.": NOT_THERE,
     "test_recorded_classes_exist[timm.models.csatv2.": NOT_THERE,
@@ -36,6 +36,7 @@ REASONS = {
         f"{name}[{family}": reason
         for name in (
             "test_convolved_heads_equal_dense_attention",
+            "test_kernels_positions_and_temperatures_do_not_decay",
             "test_whole_kernels_cost_what_the_ablation_costs",
             "test_heads_beside_convolutions_are_recorded_as_before",
         )

@@ -104,6 +104,21 @@ def kernels_for(model: Any, size: tuple[int, int], tokens: int) -> xr.Dataset:
     return kernels
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_positions_and_temperatures_do_not_decay(family: str) -> None:
+    make, tokens = FAMILIES[family]
+    model = make()
+    convolved = tcnn_model.convolve(model, kernels_for(model, (3, 5), tokens), mass=1)
+    decayed = {
+        id(parameter)
+        for group in tcnn_model.parameter_groups(convolved)
+        for parameter in group["params"]
+        if group["weight_decay"]
+    }
+    names = [name for name, p in convolved.named_parameters() if id(p) in decayed]
+    assert [name for name in names if not name.endswith(".weight") or "cpb_mlp" in name] == []
+
+
 @pytest.mark.parametrize("size", [(9, 13), (3, 5)], ids=["whole", "cut"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_convolved_heads_equal_dense_attention(family: str, size: tuple[int, int]) -> None:
@@ -127,15 +142,6 @@ def test_convolved_heads_equal_dense_attention(family: str, size: tuple[int, int
     convolved.train()(x).square().sum().backward()
     unused = [name for name, p in convolved.named_parameters() if p.grad is None]
     assert unused == [name for name, p in model.named_parameters() if not p.requires_grad]
-    decayed = {
-        id(parameter)
-        for group in tcnn_model.parameter_groups(convolved)
-        for parameter in group["params"]
-        if group["weight_decay"]
-    }
-    # Not kernels, relative positions and temperatures.
-    names = [name for name, p in convolved.named_parameters() if id(p) in decayed]
-    assert [name for name in names if not name.endswith(".weight") or "cpb_mlp" in name] == []
     again = tcnn_model.convolve(model, kernels, mass=1)
     with torch.no_grad():
         for parameter in convolved.parameters():
