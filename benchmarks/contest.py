@@ -5,7 +5,7 @@ A benchmark passes its contests to :func:`main`. Contestants take turns, in an o
 time, so that other load on the machine and the contents of its caches affect all of them alike; a
 ratio is the median over rounds of the peer's time / the contestant's. Absolute times say little on
 a shared machine and are not printed. Memory is the amount that a step adds, at its peak, to the
-memory in use before it, in a fresh process for each contestant.
+memory in use before it: on a CPU in a fresh process for each contestant, on a GPU as torch counts.
 """
 
 import argparse
@@ -88,8 +88,14 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
     contestants = sum(map(len, contests.values()))
     turns = tqdm(total=contestants * (arguments.rounds + 1), disable=None, leave=False)
     for name, contest in contests.items():
-        seconds = _take_turns(contest, arguments.rounds, arguments.device, turns)
-        peaks = {contestant: _memory_in_child(name, contestant) for contestant in contest}
+        steps = {contestant: prepare() for contestant, prepare in contest.items()}
+        seconds = _take_turns(steps, arguments.rounds, arguments.device, turns)
+        peaks = {
+            contestant: _peak_memory(steps[contestant], arguments.device)
+            if arguments.device == "cuda"
+            else _memory_in_child(name, contestant)
+            for contestant in contest
+        }
         peer = next(iter(contest))
         for contestant in contest:
             ratios = [p / s for p, s in zip(seconds[peer], seconds[contestant], strict=True)]
@@ -149,9 +155,13 @@ def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -
     return step
 
 
-def _take_turns(contest: Contest, rounds: int, device: str, turns: tqdm) -> dict[str, list[float]]:  # type: ignore[type-arg]
-    steps = {name: prepare() for name, prepare in contest.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in contest}
+def _take_turns(
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: str,
+    turns: tqdm,  # type: ignore[type-arg]
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)  # seeded, so that every run has the same turns
     for turn in range(rounds + 1):
         for name in order.sample(list(steps), len(steps)):

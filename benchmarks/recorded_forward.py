@@ -92,8 +92,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     for name in arguments.models:
         torch.manual_seed(0)
-        model = timm.create_model(name).eval().to(arguments.device)
         images = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device)
+        images = images.to(getattr(torch, arguments.dtype))
+        model = timm.create_model(name).eval().to(images)
         medians = compare(
             model,
             images,

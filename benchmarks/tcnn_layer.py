@@ -9,6 +9,7 @@ N, 3) tensor kept from call to call, two softmaxes, a mixture, and a product wit
 """
 
 import argparse
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -68,6 +69,8 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
         device=arguments.device,
         dtype=dtype,
     )
+    kernels = copy.deepcopy(layer)
+    kernels.backend = "triton"
 
     def at(side: int) -> contest.Contest:
         shape = (arguments.batch, arguments.channels, side, side)
@@ -79,13 +82,16 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             print(
                 f"{side} x {side}: largest difference of outputs {error:.1e} of the largest output"
             )
-        return {
+        ways = {
             "literal Eq. (7)": lambda: contest.training_step(literal, x),
             "literal, torch.compile": lambda: contest.training_step(
                 torch.compile(literal, dynamic=False), x
             ),
             "tcnn_model.GPSA": lambda: contest.training_step(layer, x),
         }
+        if arguments.device == "cuda":
+            ways["tcnn_model.GPSA, kernels"] = lambda: contest.training_step(kernels, x)
+        return ways
 
     return {f"{side * side} tokens": at(side) for side in arguments.sides}
 

@@ -9,6 +9,7 @@ four times the tokens. For comparison there is a ResNet50 whose last stage is un
 import argparse
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import timm
 import torch
@@ -47,14 +48,15 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
         return prepare
 
-    return {
-        f"{arguments.size} x {arguments.size}": {
-            "ResNet50": step(copy.deepcopy),
-            "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
-            "ResNet50, last stage un-strided": step(unstride),
-            "T-ResNet50, unit": step(reparameterize),
-        }
+    ways = {
+        "ResNet50": step(copy.deepcopy),
+        "T-ResNet50, keep": step(lambda model: reparameterize(model, stride="keep")),
+        "ResNet50, last stage un-strided": step(unstride),
+        "T-ResNet50, unit": step(reparameterize),
     }
+    if arguments.device == "cuda":
+        ways["T-ResNet50, unit, kernels"] = step(partial(reparameterize, backend="triton"))
+    return {f"{arguments.size} x {arguments.size}": ways}
 
 
 def parser() -> argparse.ArgumentParser:

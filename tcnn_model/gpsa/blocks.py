@@ -24,16 +24,19 @@ __all__ = ["blocks_of_queries", "mix_and_apply"]
 # and larger operations are faster.
 _BLOCK_ELEMENTS_CPU = 2**19
 _BLOCK_ELEMENTS = 2**26
+# Whether a block on a CPU may have several images; elsewhere it has as many as fit.
+_IMAGES_TOGETHER_CPU = False
 # Weighted values held at a time in a depthwise layer: 1 MB in float32, for the same reason.
 _WEIGHTED_ELEMENTS = 2**18
 
 
-def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, slice]]:
+def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Iterate over blocks with a bounded number of attention weights,
-    each as (image, heads, queries).
+    each as (images, heads, queries).
     """
     batch, heads, queries, _ = query.shape
-    elements = _BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS
+    on_cpu = query.device.type == "cpu"
+    elements = _BLOCK_ELEMENTS_CPU if on_cpu else _BLOCK_ELEMENTS
     # Rows of attention in a block: all queries of one or several heads, or some queries of one
     # head.
     rows = max(1, elements // key.shape[2])
@@ -41,13 +44,15 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
     # Blocks have about equal sizes, so that no small block is left at the end.
     num_blocks = math.ceil(queries / min(rows, queries))
     block = math.ceil(queries / num_blocks)
+    together = _IMAGES_TOGETHER_CPU or not on_cpu
+    images = max(1, rows // (heads_per_block * block)) if together else 1
     # The loop over images is innermost: positional attention is the same for all images, so it is
     # formed for the first image and reused.
     for head in range(0, heads, heads_per_block):
         for start in range(0, queries, block):
-            for image in range(batch):
+            for image in range(0, batch, images):
                 yield (
-                    image,
+                    slice(image, image + images),
                     slice(head, head + heads_per_block),
                     slice(start, start + block),
                 )
@@ -90,24 +95,24 @@ def mix_and_apply(
     cols = log_cols.exp()
     for block in blocks_of_queries(query, key):
         # The attention of the block, Eq. (7).
-        image, heads, queries = block
-        if image == 0:
+        images, heads, queries = block
+        if images.start == 0:
             positional = _positional(rows, cols, heads, queries)
         q = wide_query[block]
-        k = wide_key[image, heads]
+        k = wide_key[images, heads]
         share = gate[heads, None, None]
-        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        content = torch.softmax(q @ k.mT, -1)
         mixed = content.lerp_(positional, share).to(values.dtype)
         if taps is None:
-            for head, weights in enumerate(mixed, heads.start):
+            for head, weights in enumerate(mixed.unbind(1), heads.start):
                 # Shared values have one head, whose index is 0.
                 value_head = head % values.shape[1]
-                block_output = output[image, head, queries]
-                _product(weights, values[image, value_head], out=block_output)
+                block_output = output[images, head, queries]
+                _product(weights, values[images, value_head], out=block_output)
         else:
-            block_output = output[image, 0, queries]
+            block_output = output[images, 0, queries]
             for attention, group_taps in _head_groups(mixed, taps[heads]):
-                weighted = _weighted(values[image, 0], group_taps)
+                weighted = _weighted(values[images, 0], group_taps)
                 _add_product(_side_by_side(attention), weighted, to=block_output)
     return output.to(values.dtype)
 
@@ -163,61 +168,63 @@ def _backward(
     # A custom operator cannot return None in place of a tensor.
     d_taps = values.new_empty(0) if taps is None else torch.zeros_like(widen(taps))
     for block in blocks_of_queries(query, key):
-        image, heads, queries = block
-        if image == 0:
+        images, heads, queries = block
+        if images.start == 0:
             positional = _positional(rows, cols, heads, queries)
         q = wide_query[block]
-        k = wide_key[image, heads]
+        k = wide_key[images, heads]
         share = gate[heads, None, None]
-        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        content = torch.softmax(q @ k.mT, -1)
         mixed = torch.lerp(content, positional, share).to(values.dtype)
 
         # The products with the values.
         d_mixed = torch.empty_like(mixed)
         if taps is None:
             # O = A v: dv = A^T dO and dA = dO v^T.
-            pairs = zip(mixed, d_mixed, strict=True)
+            pairs = zip(mixed.unbind(1), d_mixed.unbind(1), strict=True)
             for head, (weights, d_weights) in enumerate(pairs, heads.start):
-                upstream = d_output[image, head, queries]
+                upstream = d_output[images, head, queries]
                 value_head = head % values.shape[1]
-                _add_product(weights.T, upstream, to=d_values[image, value_head])
-                _product(upstream, values[image, value_head].T, out=d_weights)
+                _add_product(weights.mT, upstream, to=d_values[images, value_head])
+                _product(upstream, values[images, value_head].mT, out=d_weights)
         else:
-            upstream = d_output[image, 0, queries].contiguous()
+            upstream = d_output[images, 0, queries].contiguous()
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
             for attention, group_taps, d_attention, d_group_taps in groups:
                 # O = sum_h A_h (v w_h): the gradient of the weighted values is A_h^T dO, from which
                 # dv is a sum over heads and outputs, and dw_h a sum over keys.
-                d_weighted = _side_by_side(attention).T @ upstream
-                shape = (len(attention), key.shape[2], *group_taps.shape[1:])
+                d_weighted = _side_by_side(attention).mT @ upstream
+                # (images, heads, N_key, C, C_out / C).
+                shape = (*attention.shape[:2], key.shape[2], *group_taps.shape[1:])
                 d_weighted = d_weighted.view(shape)
                 d_value_terms = d_weighted * group_taps[:, None]
-                d_values[image, 0] += d_value_terms.sum((0, 3))
-                d_tap_terms = d_weighted * values[image, 0, :, :, None]
-                d_group_taps += d_tap_terms.sum(1)
-                d_side = upstream @ _weighted(values[image, 0], group_taps).T
-                by_head = d_side.unflatten(1, (len(attention), -1))
-                d_attention.copy_(by_head.transpose(0, 1))
+                d_values[images, 0] += d_value_terms.sum((1, 4))
+                d_tap_terms = d_weighted * values[images, 0, :, :, None].unsqueeze(1)
+                d_group_taps += d_tap_terms.sum((0, 2))
+                d_side = upstream @ _weighted(values[images, 0], group_taps).mT
+                by_head = d_side.unflatten(2, (attention.shape[1], -1))
+                d_attention.copy_(by_head.transpose(1, 2))
         d_mixed = widen(d_mixed)
 
         # The factor 1 - share is the same for all logits of a head, so it is applied to the smaller
         # products instead.
         d_logits = content * d_mixed
         # Softmax: dS = C (dC - sum_j C_j dC_j), with dC = (1 - g) dA.
-        content_sums = d_logits.sum(2, keepdim=True)
+        content_sums = d_logits.sum(3, keepdim=True)
         d_logits.addcmul_(content, content_sums, value=-1)
         d_query[block] = (d_logits @ k).mul_(1 - share)
-        d_keys_of_block = d_logits.transpose(1, 2) @ q
-        d_key[image, heads] += d_keys_of_block.mul_(1 - share)
+        d_keys_of_block = d_logits.mT @ q
+        d_key[images, heads] += d_keys_of_block.mul_(1 - share)
 
         # P = exp(log rows + log cols): the gradient of each logarithm is g dA P, summed over the
         # other axis.
         grid = (rows.shape[2], cols.shape[2])
-        on_grid = d_mixed.mul_(positional).unflatten(2, grid)
+        by_image = d_mixed.mul_(positional)
+        on_grid = (by_image[0] if len(by_image) == 1 else by_image.sum(0)).unflatten(2, grid)
         along_y = on_grid.sum(3)  # (heads, queries, H)
         along_x = on_grid.sum(2)  # (heads, queries, W)
-        # dA/dg = P - C, summed over keys and queries.
-        d_gate[heads] += (along_x.sum(2) - content_sums[..., 0]).sum(1)
+        # dA/dg = P - C, summed over images, keys and queries.
+        d_gate[heads] += (along_x.sum(2) - content_sums[..., 0].sum(0)).sum(1)
         index = torch.arange(query.shape[2], device=query.device)[queries]
         queries_x = cols.shape[1]
         d_rows[heads].index_add_(1, index // queries_x, along_y * share)
@@ -258,45 +265,48 @@ _backward.register_autograd(_refuse)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """Write ``left @ right`` to ``out``, which need not be contiguous."""
-    if out.dtype in (torch.float16, torch.bfloat16):
+    """Write the products ``left @ right`` of images to ``out``, which need not be contiguous."""
+    if len(out) == 1 and out.dtype not in (torch.float16, torch.bfloat16):
+        torch.mm(left[0], right[0], out=out[0])
+    else:
         # torch 2.8 mishandles mm(out=...) of a half-precision vector whose elements are not
         # adjacent in memory.
         out.copy_(left.contiguous() @ right)
-    else:
-        torch.mm(left, right, out=out)
 
 
 def _add_product(left: Tensor, right: Tensor, *, to: Tensor) -> None:
-    """Add ``left @ right`` to a tensor, which may have a wider dtype."""
-    if to.dtype == left.dtype:
-        to.addmm_(left, right)
+    """Add the products ``left @ right`` of images to a tensor, which may have a wider dtype."""
+    if len(to) == 1 and to.dtype == left.dtype:
+        to[0].addmm_(left[0], right[0])
     else:
         to += left @ right.contiguous()
 
 
-def _head_groups(attention: Tensor, taps: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors (heads, ...) into groups
-    of heads whose weighted values stay in a core's cache.
+def _head_groups(
+    attention: Tensor, taps: Tensor, d_attention: Tensor | None = None, d_taps: Tensor | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Split attention (images, heads, ...), taps (heads, ...)
+    and their gradients into groups of heads whose weighted values stay in a core's cache.
     """
-    elements_per_head = attention.shape[2] * taps[0].numel()
-    heads_per_group = max(1, _WEIGHTED_ELEMENTS // elements_per_head)
-    groups = (t.split(heads_per_group) for t in (attention, taps, *tensors))
+    images, _, _, keys = attention.shape
+    heads_per_group = max(1, _WEIGHTED_ELEMENTS // (images * keys * taps[0].numel()))
+    pairs = ((attention, 1), (taps, 0), (d_attention, 1), (d_taps, 0))
+    groups = (x.split(heads_per_group, dim) for x, dim in pairs if x is not None)
     return zip(*groups, strict=True)
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:
-    """Multiply values (N_key, C) by W_out of each head,
-    (heads, C, C_out / C), into (heads * N_key, C_out).
+    """Multiply values (images, N_key, C) by W_out of each head,
+    (heads, C, C_out / C), into (images, heads * N_key, C_out).
     """
-    # (heads, N_key, C, C_out / C).
-    by_head = values[:, :, None] * taps[:, None]
-    return by_head.flatten(2).flatten(0, 1)
+    # (images, heads, N_key, C, C_out / C).
+    by_head = values[:, None, :, :, None] * taps[:, None]
+    return by_head.flatten(3).flatten(1, 2)
 
 
 def _side_by_side(attention: Tensor) -> Tensor:
-    """Lay the heads of (heads, n, N_key) side by side in a tensor (n, heads * N_key)."""
-    return attention.transpose(0, 1).flatten(1)
+    """Lay the heads of (images, heads, n, N_key) side by side in (images, n, heads * N_key)."""
+    return attention.transpose(1, 2).flatten(2)
 
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:

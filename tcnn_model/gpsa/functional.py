@@ -31,6 +31,9 @@ Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 # On a CPU "dense" is about as fast as "blocks" or faster, forward and backward, up to this number
 # of keys; beyond it "blocks" is faster and takes less memory (benchmarks/backends.py).
 _DENSE_KEYS = 128
+# Elsewhere "dense" is faster as well; up to this number of weights it takes about
+# 6 GB.
+_DENSE_WEIGHTS = 2**28
 
 
 @overload
@@ -193,6 +196,8 @@ def _prepare(
         backend = _choose(attention, values)
     if backend == "fused" and (reason := _why_not_fused(attention, values)):
         raise ValueError(f"backend='fused' {reason}; use 'blocks' or 'auto'")
+    if backend == "triton" and values.is_meta:
+        backend = "dense"  # nothing is computed, as in the rehearsal of a conversion
     if backend == "triton" and not kernels.available(values.device):
         raise ValueError(
             f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}"
@@ -216,7 +221,11 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
         return "dense"  # torch's own operators, which run in other programs, for any size
     if _why_not_fused(attention, values) is None:
         return "fused"
-    return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
+    batch, heads, queries, keys = (*attention.query.shape[:3], attention.key.shape[2])
+    if values.device.type == "cpu":
+        return "dense" if keys <= _DENSE_KEYS else "blocks"
+    # Blocks are launched for each image by itself, which takes longer than the operations.
+    return "dense" if batch * heads * queries * keys <= _DENSE_WEIGHTS else "blocks"
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:

@@ -98,10 +98,10 @@ def _measure_in_blocks(
     content_sums = torch.zeros_like(received) if content_received else None
     output = None if values is None else values.new_empty(*per_query, values.shape[3])
     for block in blocks_of_queries(query, key):
-        image, heads, queries = block
-        if image == 0:
+        images, heads, queries = block
+        if images.start == 0:
             position = _positional_block(attention, rows, cols, heads, queries, dtype)
-        logits = query[block] @ key[image, heads].transpose(1, 2)
+        logits = query[block] @ key[images, heads].mT
         content = torch.softmax(logits, -1)
         # log C = logit - highest + log of the highest C, so the log-sum-exp needs no second pass
         # over the logits.
@@ -111,17 +111,17 @@ def _measure_in_blocks(
         log_sum_exp[block] = highest[..., 0] - log_largest
         content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(-1)
         if content_sums is not None:
-            content_sums[image, heads] += content.sum(1)
+            content_sums[images, heads] += content.sum(2)
         # C is not needed any more, so it can be overwritten.
         mixed = content.lerp_(position.attention, position.gate)
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
-            output[block] = mixed.to(values.dtype) @ values[image, value_heads]
+            output[block] = mixed.to(values.dtype) @ values[images, value_heads]
         # Entropies and distances are sums over real pixels and over the padding, whose part is the
         # same for all images.
         entropy[block] = _entropy(mixed) + position.entropy_on_padding
         distance[block] = (mixed * position.distance).sum(-1) + position.distance_on_padding
-        received[image, heads] += mixed.sum(1)
+        received[images, heads] += mixed.sum(2)
     # The entropy of a product distribution is the sum of the entropies of its factors.
     along_y = _entropy(rows).to(dtype)[:, :, None]
     along_x = _entropy(cols).to(dtype)[:, None, :]

@@ -413,7 +413,8 @@ class Collector(AttentionListener):
             if side is None:
                 self.note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
             else:
-                values["cell_pixels"] = torch.full((images,), side)[: call.limit]
+                device = next(iter(values.values())).device
+                values["cell_pixels"] = torch.full((images,), side, device=device)[: call.limit]
         key = layer, probe.kind
         # A layer may be called with other rows than the forward has images, as in a model of
         # windows.

@@ -64,10 +64,12 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
 
 
 # Blocks hold one row at a time, a few rows, or all rows.
-@pytest.mark.parametrize("elements", [1, 300, 2**18])
+@pytest.mark.parametrize(
+    ("elements", "together"), [(1, False), (300, False), (2**18, False), (2**18, True)]
+)
 @pytest.mark.parametrize("multiplier", [1, 2])
 def test_depthwise_layers_weight_the_values_first(
-    multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
+    multiplier: int, elements: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and gradients equal the equations for any block size,
     and with a hook on the outputs of heads.
@@ -77,6 +79,7 @@ def test_depthwise_layers_weight_the_values_first(
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(blocks, "_IMAGES_TOGETHER_CPU", together)
     # The axes differ in every number, so that exchanged axes would show.
     geometry = {"stride": (1, 2), "padding": (1, 2), "dilation": (2, 1), "groups": 5}
     layer = disturb(GPSA(5, 5 * multiplier, (2, 3), **geometry, dtype=torch.float64))

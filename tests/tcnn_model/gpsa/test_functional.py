@@ -62,6 +62,8 @@ def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) 
         ("stride, no padding", "per head", 200),  # two heads
         ("same padding", "shared", 200),
         ("same padding", "per head", 1),
+        ("same padding", "shared", 10**6),  # on a GPU, all images
+        ("stride, no padding", "per head", 10**6),
     ],
 )
 def test_blocks_of_any_size_equal_the_equations(
@@ -71,6 +73,7 @@ def test_blocks_of_any_size_equal_the_equations(
     where a single pass computes both.
     """
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
+    monkeypatch.setattr(blocks, "_IMAGES_TOGETHER_CPU", elements >= 10**6)
     case = _case(grid, values)
     # Another function runs without gradients.
     for enabled in (True, False):
