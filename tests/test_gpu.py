@@ -5,6 +5,7 @@ kernels of Triton, whose own tests are in tcnn_model/kernels.
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tcnn_model
 import tcnn_model.models
 import tcnn_probe
+from tcnn_model.training.__main__ import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 GPU = "cuda"
@@ -225,3 +227,13 @@ def test_fine_tuning(amp: bool, statistics: str) -> None:
     assert recorder.dataset.sizes["epoch"] == 4
     assert float(recorder.dataset.top1[-1]) > 0.9
     assert np.isfinite(recorder.dataset.entropy).all()
+
+
+def test_the_command_trains_and_records(tmp_path: Path) -> None:
+    """On the first GPU, which nobody has to name."""
+    arguments = ["resnet10t", "--epochs", "1", "--warmup-epochs", "0", "--limit", "64"]
+    arguments += ["--img-size", "64", "--reparameterize-at", "0", "--amp", "bfloat16"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    heads = tcnn_probe.open(tmp_path / "run" / "recording.zarr")["heads"]
+    assert heads.sizes["epoch"] == 2
+    assert np.isfinite(heads.entropy).all()

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tcnn_model.gpsa.positional import Axis, positional_factors, traces_sizes
+from tcnn_model.gpsa.positional import (
+    Axis,
+    is_jit_tracing,
+    positional_factors,
+    traces_sizes,
+)
 from tcnn_model.precision import widen, widest_dtype, without_autocast
 
 __all__ = ["GatedAttention"]
@@ -92,7 +97,7 @@ class GatedAttention:
     @property
     def scale(self) -> float:
         """Factor of the content logits, 1 / sqrt(d)."""
-        if not torch._C._is_tracing():
+        if not is_jit_tracing():
             return float(self.query.shape[-1] ** -0.5)
         with warnings.catch_warnings():
             # torch warns that the number of channels becomes a constant of the traced graph, as it

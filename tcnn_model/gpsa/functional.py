@@ -31,9 +31,11 @@ Backend = Literal["auto", "dense", "blocks", "fused", "triton"]
 # On a CPU "dense" is about as fast as "blocks" or faster, forward and backward, up to this number
 # of keys; beyond it "blocks" is faster and takes less memory (benchmarks/backends.py).
 _DENSE_KEYS = 128
-# Elsewhere "dense" is faster as well; up to this number of weights it takes about
-# 6 GB.
+# On a GPU "blocks" takes up to twice as long as "dense", which takes 6 GB with so many weights.
 _DENSE_WEIGHTS = 2**28
+# In half precision the kernels take about as long as "dense" from this number of keys on, and two
+# thirds of the time and a fifth of the memory or less with twice as many (H200).
+_KERNEL_KEYS = 400
 
 
 @overload
@@ -106,11 +108,11 @@ def gpsa(
               positional part. Needs separate values for each head, as wide as the queries. Memory
               O(heads N d).
             - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels).
-              They have not run on a GPU yet.
-            - "auto": Chooses the fastest applicable algorithm of the others, as measured on a CPU.
-              With the environment variable TCNN_PROBE_TRITON=1 it tries the kernels in place of
-              "dense" and "blocks". Their first output of each shape is compared; if it differs, or
-              does not compile, a warning says so and they are not used.
+            - "auto": Chooses the fastest applicable algorithm, as measured on a CPU and an H200: on
+              GPUs the kernels from 400 keys on in half precision. Their first output of each shape
+              is compared with another algorithm's; if it differs, or does not compile, a warning
+              says so and they are not used. The environment variable TCNN_PROBE_TRITON=0 keeps
+              "auto" from the kernels, and 1 has it try them in place of every "dense" and "blocks".
         statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without
             gradients. If no gradient is needed, they are computed in the same pass as the output.
 
@@ -132,10 +134,10 @@ def gpsa(
 
 def attend(attention: GatedAttention, values: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Apply an attention to values: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
-    may_try = backend == "auto" and trial.enabled()
+    may_try = backend == "auto"
     attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
-        if may_try and backend in ("dense", "blocks") and _fits_kernels(values):
+        if may_try and backend in ("dense", "blocks") and _tries_kernels(attention, values):
             return _try_kernels(attention, values, backend)
         return _APPLY[backend](attention, values)
 
@@ -224,7 +226,6 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     batch, heads, queries, keys = (*attention.query.shape[:3], attention.key.shape[2])
     if values.device.type == "cpu":
         return "dense" if keys <= _DENSE_KEYS else "blocks"
-    # Blocks are launched for each image by itself, which takes longer than the operations.
     return "dense" if batch * heads * queries * keys <= _DENSE_WEIGHTS else "blocks"
 
 
@@ -284,16 +285,22 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     return torch.lerp(content, positional, attention.gate[:, None, None].to(values.dtype))
 
 
-def _fits_kernels(values: Tensor) -> bool:
+def _tries_kernels(attention: GatedAttention, values: Tensor) -> bool:
     """Return whether the kernels are tried:
     they are compared in eager mode, and not tuned for float64.
     """
     return (
-        kernels.available(values.device)
+        not torch.compiler.is_compiling()
+        and trial.enabled(default=_kernels_are_faster(attention, values))
+        and kernels.available(values.device)
         and len(values) > 0
         and values.dtype != torch.float64
-        and not torch.compiler.is_compiling()
     )
+
+
+def _kernels_are_faster(attention: GatedAttention, values: Tensor) -> bool:
+    has_many_keys = values.dtype.itemsize == 2 and attention.key.shape[2] >= _KERNEL_KEYS
+    return has_many_keys and kernels.is_modern_gpu(values.device)
 
 
 def _try_kernels(attention: GatedAttention, values: Tensor, other: Backend) -> Tensor:

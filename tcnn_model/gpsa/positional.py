@@ -23,6 +23,7 @@ __all__ = [
     "apply_separable",
     "axes",
     "gaussian_position",
+    "is_jit_tracing",
     "positional_factors",
     "traces_sizes",
 ]
@@ -37,9 +38,15 @@ def traces_sizes() -> bool:
     """
     # A branch on a size would then hold for the example's size only. Under torch.compile it is a
     # guard.
-    if torch.compiler.is_compiling():  # torch 2.8 cannot compile the other question
+    if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
-    return torch._C._is_tracing()
+    return is_jit_tracing()
+
+
+def is_jit_tracing() -> bool:
+    """Return whether torch.jit.trace is running."""
+    # Before torch 2.12 the second question cannot be compiled.
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 in linear memory (README.md).
 """
 
-from tcnn_model.kernels.ops import available, gated_attention
+from tcnn_model.kernels.ops import available, gated_attention, is_modern_gpu
 from tcnn_model.kernels.softmax import (
     RowStatistics,
     TokenGrid,
@@ -17,4 +17,5 @@ __all__ = [
     "available",
     "can_measure",
     "gated_attention",
+    "is_modern_gpu",
 ]

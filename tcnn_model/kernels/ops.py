@@ -20,18 +20,27 @@ from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid, Line
 from tcnn_model.precision import at_least_float32, widen, widest
 
-__all__ = ["available", "gated_attention"]
+__all__ = ["available", "gated_attention", "is_modern_gpu"]
+
+# torch.compile cannot trace the search.
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def available(device: torch.device) -> bool:
     """Return whether the kernels run on ``device``,
     by Triton on a GPU or its interpreter (TRITON_INTERPRET=1).
     """
-    if find_spec("triton") is None:
+    interprets = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return _HAS_TRITON and (device.type == "cuda" or interprets)
+
+
+def is_modern_gpu(device: torch.device) -> bool:
+    """Return whether the kernels run on ``device``
+    and it is an NVIDIA GPU of compute capability 8.0 or later.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
         return False
-    return device.type == "cuda" or (
-        device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    )
+    return available(device) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gated_attention(

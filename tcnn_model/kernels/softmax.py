@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcnn_model.kernels.ops import available
+from tcnn_model.kernels.ops import is_modern_gpu
 
 __all__ = ["RowStatistics", "TokenGrid", "attention_statistics", "can_measure"]
 
@@ -87,14 +87,8 @@ def can_measure(q: Tensor, k: Tensor) -> bool:
     queries and keys, and heads of at most 512 bytes: 256 channels in half precision, 128 in
     float32.
     """
-    if q.device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return (
-        available(q.device)
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        and q.dtype == k.dtype
-        and q.shape[-1] * q.dtype.itemsize <= _WIDEST_HEAD
-    )
+    is_narrow = q.shape[-1] * q.dtype.itemsize <= _WIDEST_HEAD
+    return q.dtype == k.dtype and is_narrow and is_modern_gpu(q.device)
 
 
 def attention_statistics(

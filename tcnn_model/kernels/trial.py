@@ -1,8 +1,7 @@
-"""Opt-in use of the kernels, which have run in Triton's interpreter only:
-each is compared once for every shape.
+"""Use of the kernels where nobody asked for them: each is compared once for every shape.
 
-``TCNN_PROBE_TRITON=1`` switches them on; ``backend="triton"`` calls the kernel of gated attention
-in any case.
+``TCNN_PROBE_TRITON=1`` switches all of them on and ``0`` off; ``backend="triton"`` calls the kernel
+of gated attention in any case.
 """
 
 import os
@@ -28,9 +27,11 @@ _UNITS = 32
 _TF32 = 2.0**-10
 
 
-def enabled() -> bool:
-    """Return whether the user has switched on the kernels, by TCNN_PROBE_TRITON=1."""
-    return os.environ.get("TCNN_PROBE_TRITON") == "1"
+def enabled(*, default: bool = False) -> bool:
+    """Return whether the user has switched the kernels on, by TCNN_PROBE_TRITON=1,
+    or off, by 0; the default if neither.
+    """
+    return {"0": False, "1": True}.get(os.environ.get("TCNN_PROBE_TRITON", ""), default)
 
 
 def logit_bound(query: Tensor, key: Tensor, scale: float) -> float:
@@ -78,8 +79,7 @@ def tried(
     if reason:
         warnings.warn(
             f"the Triton kernel of {name} is not used for {shape}: {reason}. Please report this "
-            "with the output of `tcnn-probe info`; without TCNN_PROBE_TRITON=1 no such kernel is "
-            "tried",
+            "with the output of `tcnn-probe info`; with TCNN_PROBE_TRITON=0 no kernel is tried",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -64,7 +64,8 @@ def joined(device: str | None) -> Iterator[Processes]:
             f"device: expected cpu, as torch finds no GPU with CUDA on this machine, got {name}"
         )
     try:
-        target = torch.device(name, local) if count > 1 and name == "cuda" else torch.device(name)
+        # A rank has the GPU of its own number.
+        target = torch.device("cuda", local) if name == "cuda" else torch.device(name)
     except RuntimeError as error:  # an unknown name
         raise ValueError(f"device: {error}") from error
     if target.type == "cuda":

@@ -28,8 +28,8 @@ __all__ = [
     "SoftmaxAttention",
 ]
 
-# Up to this number of rows, one product per row is faster than a batched product, which first
-# copies queries and keys.
+# On a CPU, up to this number of rows, one product per row is faster than a batched product, which
+# first copies queries and keys.
 _FEW_ROWS = 32
 _ALL = slice(None)
 
@@ -267,7 +267,7 @@ class ProductLogits(Logits):
             return self._modified(self._scale * query @ key.mT, part)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
         by_row = (logits, query, key)
-        if query.shape[0] > _FEW_ROWS:
+        if query.shape[0] > _FEW_ROWS or query.device.type != "cpu":
             by_row = (
                 logits.flatten(0, 1)[None],
                 query.flatten(0, 1)[None],

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tcnn_model import Axis, GatedAttention, gpsa
-from tcnn_model.gpsa import blocks
+from tcnn_model.gpsa import blocks, functional
 from tcnn_model.gpsa.functional import Backend
-from tests.tcnn_model.dense import EXTREMES, Case, assert_as_the_equations
+from tests.tcnn_model.dense import DEVICE, EXTREMES, Case, assert_as_the_equations
 from tests.tcnn_model.numerics import LargestTensor
 
 pytestmark = pytest.mark.numerical
@@ -29,6 +29,8 @@ BACKENDS: list[tuple[Backend, str]] = [(b, v) for b in ("dense", "blocks") for v
     ("fused", "per head")
 ]
 HALVES = [torch.bfloat16, torch.float16]
+# torch has no fused attention in float64 on a GPU.
+FUSED_DTYPE = torch.float64 if DEVICE.type == "cpu" else torch.float32
 
 
 def _case(grid: str, values: str, batch: int = 2) -> Case:
@@ -50,7 +52,8 @@ def _case(grid: str, values: str, batch: int = 2) -> Case:
 @pytest.mark.parametrize(("backend", "values"), [*BACKENDS, ("auto", "shared")])
 def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) -> None:
     case = _case(grid, values)
-    assert_as_the_equations(partial(gpsa, backend=backend), case.inputs(), case.y, case.x)
+    inputs = case.inputs(FUSED_DTYPE if backend == "fused" else torch.float64)
+    assert_as_the_equations(partial(gpsa, backend=backend), inputs, case.y, case.x)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,9 @@ def test_autocast_lowers_queries_keys_and_values(backend: Backend) -> None:
     # Autocast must leave positions and gates in float32.
     narrow = {name: arguments[name].bfloat16() for name in ("query", "key", "values")}
     lowered = arguments | {name: narrow[name] for name in ("query", "key")}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    if backend == "fused" and DEVICE.type != "cpu":
+        double = arguments
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         from_float32, from_mixed, from_float64 = (
             gpsa(**inputs, backend=backend) for inputs in (arguments, lowered, double)
         )
@@ -136,14 +141,14 @@ def test_autocast_lowers_queries_keys_and_values(backend: Backend) -> None:
     assert expected.dtype == torch.bfloat16
     assert torch.equal(from_float32, expected)
     assert torch.equal(from_mixed, expected)
-    assert torch.equal(from_float64, gpsa(**double, backend=backend))
+    assert double is arguments or torch.equal(from_float64, gpsa(**double, backend=backend))
 
 
 # opcheck itself reads .grad of non-leaf tensors.
 @pytest.mark.study
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 # Taps are an optional argument, with their own gradient.
-@pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])
+@pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64, device=DEVICE)]])
 def test_custom_operator_passes_opcheck(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
@@ -179,7 +184,8 @@ def test_second_derivatives_are_refused_by_the_blocks_backend() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks", "fused"])
 def test_empty_batch_on_every_backend(backend: Backend) -> None:
-    output, statistics = gpsa(**_arguments("per head", batch=0), backend=backend, statistics=True)
+    arguments = _arguments("per head", FUSED_DTYPE, batch=0)
+    output, statistics = gpsa(**arguments, backend=backend, statistics=True)
     assert output.shape == (0, 3, 45, 5)
     assert statistics.received.shape == (0, 3, 35)
 
@@ -187,7 +193,7 @@ def test_empty_batch_on_every_backend(backend: Backend) -> None:
 def test_fused_attention_holds_no_matrix_for_any_strides() -> None:
     # On 23 x 23 pixels, an N x N matrix is a hundred times as large as the queries.
     case = Case(Axis(23, 1, 1, 3), Axis(23, 1, 1, 3), 3, 5, 5, shared=False, batch=2)
-    arguments = {name: tensor.detach() for name, tensor in case.inputs().items()}
+    arguments = {name: tensor.detach() for name, tensor in case.inputs(FUSED_DTYPE).items()}
     # In the output of a convolution, channels are the outer axis in memory.
     for name in ("query", "key", "values"):
         arguments[name] = arguments[name].mT.contiguous().mT
@@ -196,8 +202,27 @@ def test_fused_attention_holds_no_matrix_for_any_strides() -> None:
     assert largest.elements < 2 * 3 * 23**4 / 20
 
 
+@pytest.mark.parametrize(
+    ("side", "batch", "device", "backend"),
+    [
+        (11, 1, "cpu", "dense"),
+        (12, 1, "cpu", "blocks"),
+        (28, 145, "meta", "dense"),
+        (28, 146, "meta", "blocks"),
+    ],
+)
+def test_choice_of_the_backend(side: int, batch: int, device: str, backend: str) -> None:
+    """On a CPU it depends on the keys, elsewhere on all weights: 2^28 are 145.6 images."""
+    query, key, position, gate = (
+        torch.empty(shape, device=device)
+        for shape in ((batch, 3, side**2, 5), (batch, 3, side**2, 5), (3, 3), (3,))
+    )
+    attention = GatedAttention(query, key, position, gate, Axis(side), Axis(side))
+    assert functional._choose(attention, query.new_empty(batch, 1, side**2, 7)) == backend
+
+
 def _zeros(*shape: int, **options: Any) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.float64, **options)
+    return torch.zeros(*shape, **{"dtype": torch.float64, "device": DEVICE} | options)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -221,16 +246,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate": _zeros(2)}, r"gate of shape \(3,\), got \(2,\)"),
     (
         {"key": _zeros(2, 3, 35, 5).float()},
-        "keys like the queries, torch.float64 on cpu, got torch.float32 on cpu",
+        f"keys like the queries, torch.float64 on {DEVICE}.*, got torch.float32 on {DEVICE}",
     ),
     (
         {"values": _zeros(2, 1, 35, 4).float()},
-        "values like the queries, torch.float64 on cpu, got torch.float32",
+        f"values like the queries, torch.float64 on {DEVICE}.*, got torch.float32",
     ),
     ({"key": _zeros(2, 3, 35, 5, device="meta")}, "got torch.float64 on meta"),
     (
         {"gate": _zeros(3, device="meta")},
-        "gate on the device of the queries, cpu, got meta",
+        f"gate on the device of the queries, {DEVICE}.*, got meta",
     ),
     (
         {"query": _zeros(2, 0, 45, 5)},

@@ -18,7 +18,7 @@ import xarray as xr
 from tcnn_model.training import command, loop
 from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
-from tcnn_model.training.distributed import Processes
+from tcnn_model.training.distributed import Processes, joined
 from tcnn_model.training.evaluation import evaluate
 from tcnn_model.training.session import RunFolder
 from tests.tcnn_model.training.runs import (
@@ -54,6 +54,18 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     """Return the last checkpoint and the folder of a training in one process."""
     folder = tmp_path_factory.mktemp("one")
     return finish(config(folder, **PLAIN, batch_size=8)), folder
+
+
+@pytest.mark.parametrize(("device", "index"), [(None, 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_is_named_by_its_number(
+    device: str | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.cuda.set_device refuses a GPU without a number."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with joined(device) as processes:
+        assert [processes.device] == chosen == [torch.device("cuda", index)]
 
 
 def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
