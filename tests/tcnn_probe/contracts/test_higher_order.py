@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, cond, nn
-from torch._higher_order_ops import associative_scan
-from torch._higher_order_ops.map import map as map_over
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -53,22 +49,8 @@ class Around(nn.Module):
         return self.operator(self.inner, x)
 
 
-def of_cond(inner: nn.Module, x: Tensor) -> Tensor:
-    return inner(cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
-
-
 def of_cond_around(inner: nn.Module, x: Tensor) -> Tensor:
     return cond(x.sum() > 0, inner, inner, (x,))
-
-
-def of_while_loop(inner: nn.Module, x: Tensor) -> Tensor:
-    _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, 0.9 * x), (torch.tensor(0), x))
-    return inner(x)
-
-
-def of_scan(inner: nn.Module, x: Tensor) -> Tensor:
-    _, sums = scan(lambda carry, x: (carry + x, (carry + x).clone()), torch.zeros_like(x[0]), x)
-    return inner(sums)
 
 
 def of_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
@@ -79,20 +61,8 @@ def of_reentrant_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(inner, x, use_reentrant=True)
 
 
-def of_map(inner: nn.Module, x: Tensor) -> Tensor:
-    return inner(map_over(torch.sin, x))
-
-
-def of_associative_scan(inner: nn.Module, x: Tensor) -> Tensor:
-    return inner(associative_scan(torch.add, x, 1, combine_mode="generic"))
-
-
 def of_vmap(inner: nn.Module, x: Tensor) -> Tensor:
     return inner(torch.vmap(torch.sin)(x))
-
-
-def of_jvp(inner: nn.Module, x: Tensor) -> Tensor:
-    return inner(torch.func.jvp(torch.sin, (x,), (x,))[1])
 
 
 class Doubled(torch.autograd.Function):
@@ -130,16 +100,9 @@ def of_nothing(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 OPERATORS = {
-    "cond": of_cond,
-    "cond around": of_cond_around,
-    "while_loop": of_while_loop,
-    "scan": of_scan,
     "checkpoint": of_checkpoint,
     "reentrant checkpoint": of_reentrant_checkpoint,
-    "map": of_map,
-    "associative_scan": of_associative_scan,
     "vmap": of_vmap,
-    "jvp": of_jvp,
     "autograd function": of_autograd_function,
     "compiled function": of_compiled_function,
     "fullgraph function": of_fullgraph_function,
@@ -159,7 +122,6 @@ class Inner(nn.Module):
 
 
 OLD = torch.__version__ < (2, 9)
-WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
 
 
 @pytest.mark.study(but=["fullgraph flex", "checkpoint", "vmap", "compiled function"])
@@ -168,10 +130,8 @@ WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
     "ignore::DeprecationWarning",
     # torch._dynamo suppresses this warning of its own, but a filter that raises brings it back.
     "ignore:The .grad attribute of a Tensor",
-    # torch gives this warning without gradients, and in torch.func.jvp.
+    # torch gives this warning without gradients.
     "ignore:None of the inputs have requires_grad",
-    # The warning says "deprecated", and on Python 3.14 "not supported".
-    "ignore:`torch.jit.script` is:FutureWarning",
 )
 @pytest.mark.parametrize("kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS])
 def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
@@ -193,9 +153,8 @@ def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
             module.training = False
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
-    # flex_attention has no backward pass on a CPU, and some operators have none in torch 2.8.
-    has_gradients = not is_flex and not (OLD and kind in WITHOUT_GRADIENTS)
-    for gradients in (False, True)[: 1 + has_gradients]:
+    # flex_attention has no backward pass on a CPU.
+    for gradients in (False,) if is_flex else (False, True):
         with torch.set_grad_enabled(gradients):
             check_as_alone(model, x, kind, gradients=gradients)
     assert clean()

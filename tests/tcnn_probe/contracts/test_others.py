@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.feature_extraction import get_graph_node_names
 
@@ -126,28 +126,6 @@ def test_modes_of_the_user_see_only_the_calls_of_the_model(
         recorder.mark(epoch=0)
         check_entropies(recorder, expected)
     assert before == Trace(model)
-
-
-@pytest.mark.parametrize("mode", [Counter, Operations])
-def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
-    model = vit()
-    entered = mode()
-    with tcnn_probe.record(model) as recorder:
-        handle = model.blocks[1].register_forward_pre_hook(
-            lambda *_: (entered.__enter__(), None)[1]
-        )
-        try:
-            model(images())
-            handle.remove()
-            count = len(entered.calls)
-            # The mode is still on, and must see this operation.
-            torch.ones(2) + 1
-            assert len(entered.calls) > count
-        finally:
-            entered.__exit__(None, None, None)
-        model(images())
-        recorder.mark(epoch=0)
-        assert recorder.dataset.images.values.tolist() == [[6, 6]]
 
 
 def test_default_device_does_not_apply_to_the_recorder() -> None:
@@ -379,33 +357,3 @@ def test_regions_that_accelerate_compiles() -> None:
     plain, compiled = datasets
     assert compiled.layer.values.tolist() == ["blocks.0.attn", "blocks.1.attn"]
     xr.testing.assert_allclose(compiled, plain)
-
-
-class Removing(TorchFunctionMode):
-    """Mode of the user below a recorder's modes,
-    which removes the recorder in the first linear layer.
-    """
-
-    recorder: tcnn_probe.Recorder | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.recorder is not None and func is nn.functional.linear:
-            self.recorder.remove()
-            self.recorder = None
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_a_recorder_removed_while_its_modes_handle_a_call_leaves_none() -> None:
-    """As when it is collected as garbage there:
-    torch puts a mode back once it has handled a call.
-    """
-    model, mode = vit(), Removing()
-    trace = Trace(model)
-    recorder = tcnn_probe.record(model)
-    with mode, torch.no_grad():
-        mode.recorder = recorder
-        model(images())
-        assert mode.recorder is None
-        assert _get_current_function_mode_stack() == [mode]
-    assert Trace(model) == trace
