@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 # Tile sizes by bytes per element of q, k and v. They were chosen by reasoning and by the compiler's
-# report of registers (README, "Blocks"), and are still to be tuned on a GPU.
+# report of registers (README, "Blocks"), and not tuned on a GPU.
 _BLOCKS: dict[int, dict[Pass, Blocks]] = {
     2: {
         "lse": Blocks(128, 128, 0, warps=8, stages=3),
