@@ -96,9 +96,14 @@ def empty_figure(width: float, height: float) -> "Figure":
     if not plt.get_fignums() or plt.gcf().axes or plt.gcf().subfigs:
         return _new_figure(figsize=(width, height))
     figure = plt.gcf()
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    _lay_out(figure)
     return figure
+
+
+def _lay_out(figure: "Figure | None") -> None:
+    """Give a figure a layout engine, which makes room for legends, unless it has one."""
+    if figure is not None and figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
 
 
 def _new_figure(**options: Any) -> "Figure":
@@ -139,9 +144,7 @@ def legend_beside(axes: "Axes") -> None:
     """Draw the legend at the right of the axes,
     where it covers nothing; a layout engine makes room for it.
     """
-    figure = axes.get_figure(root=True)
-    if figure is not None and figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    _lay_out(axes.get_figure(root=True))
     # 14 lines fit beside axes of usual height.
     columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
     axes.legend(
@@ -158,8 +161,7 @@ def legend_below(axes: "Axes") -> None:
     in as many columns as fit; a layout engine makes room for it.
     """
     figure, root = axes.figure, axes.get_figure(root=True)
-    if root is not None and root.get_layout_engine() is None:
-        root.set_layout_engine("constrained")
+    _lay_out(root)
     handles, names = axes.get_legend_handles_labels()
     # Each line of colour takes the space of seven letters.
     columns = _letters(figure.bbox.width, root) // (max(map(len, names)) + 7)
@@ -190,9 +192,7 @@ def _letters(width: float, figure: Any) -> int:
 
 def legend_above(axes: "Axes") -> None:
     """Draw the legend between the axes and a title at their left, where it covers nothing."""
-    figure = axes.get_figure(root=True)
-    if figure is not None and figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    _lay_out(axes.get_figure(root=True))
     names = axes.get_legend_handles_labels()[1]
     # Each patch of colour takes the space of seven letters.
     columns = letters_across(axes) // (max(map(len, names)) + 7)

@@ -1,5 +1,7 @@
 """Measures of recorded features, labelled by epoch and layer."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
@@ -8,7 +10,7 @@ from tcnn_probe.representation.cka import linear_cka
 from tcnn_probe.representation.neighbors import knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio
 
-__all__ = ["layer_cka", "layer_scores", "load_features", "own_channels"]
+__all__ = ["layer_cka", "layer_scores", "load_features", "own_channels", "with_descriptions"]
 
 _ABOUT = {
     "knn_correct": (
@@ -61,13 +63,13 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         output_core_dims=[["image"], []],
         vectorize=True,
     )
-    ds = xr.Dataset(dict(zip(_ABOUT, arrays, strict=True)))
-    for name, (long_name, description) in _ABOUT.items():
-        ds[name].attrs = {
-            "units": "1",
-            "long_name": long_name,
-            "description": description,
-        }
+    return with_descriptions(xr.Dataset(dict(zip(_ABOUT, arrays, strict=True))), _ABOUT)
+
+
+def with_descriptions(ds: xr.Dataset, about: Mapping[str, tuple[str, str]]) -> xr.Dataset:
+    """Give each variable its unit, 1, and its long name and description."""
+    for name, (long_name, description) in about.items():
+        ds[name].attrs = {"units": "1", "long_name": long_name, "description": description}
     return ds
 
 

@@ -4,7 +4,11 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
-from tcnn_probe.representation.by_layer import load_features, own_channels
+from tcnn_probe.representation.by_layer import (
+    load_features,
+    own_channels,
+    with_descriptions,
+)
 from tcnn_probe.representation.cka import linear_cka
 
 __all__ = ["gram_distance", "layer_drift"]
@@ -119,14 +123,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
         raise ValueError(
             f"expected a reference of the same images, tokens and layers: {error}"
         ) from error
-    ds = xr.Dataset({"gram_distance": distances, "cka": cka})
-    for name, (long_name, description) in _ABOUT.items():
-        ds[name].attrs = {
-            "units": "1",
-            "long_name": long_name,
-            "description": description,
-        }
-    return ds
+    return with_descriptions(xr.Dataset({"gram_distance": distances, "cka": cka}), _ABOUT)
 
 
 def _cosines(tokens: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from tcnn_model import GPSA
 from tcnn_probe.attention.gated import gated_attention_of
 from tcnn_probe.attention.layout import Layout, Tokens
 from tests.tcnn_probe.attention.test_gated_statistics import GEOMETRIES
+from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Chain
 from tests.tcnn_probe.oracle import gpsa_statistics
 
@@ -120,9 +121,7 @@ def test_regions_of_shifted_windows_are_those_of_the_mask(
     for fused in (False, True):
         for block in model.layers[0].blocks:
             block.attn.fused_attn = fused
-        with tcnn_probe.record(model) as recorder, torch.no_grad():
-            model(torch.randn(2, 3, *size))
-            recorder.mark(epoch=0)
+        recorder = recorded(model, torch.randn(2, 3, *size))
         ds = recorder.dataset.sel(layer="layers.0.blocks.1.attn")
         for name, value in expected.items():
             assert ds[name].item() == pytest.approx(value, rel=1e-12)
@@ -138,9 +137,7 @@ def test_a_single_window_that_is_rolled_has_no_distances() -> None:
         window_size=(7, 5),
         always_partition=True,
     ).eval()
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 20, 12))
-        recorder.mark(epoch=0)
+    recorder = recorded(model, torch.randn(2, 3, 20, 12))
     layer = "layers.0.blocks.1.attn"
     seen = model.layers[0].blocks[1].attn_mask.numpy() > -100
     entropy = recorder.dataset.uniform_entropy.sel(layer=layer).item()

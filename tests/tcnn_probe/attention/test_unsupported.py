@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import recorded
 
 # Models are the smallest of each family that keep the layer in question.
 TINY = {"img_size": (32, 48), "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -294,9 +295,7 @@ class Crossed(nn.Module):
 @pytest.mark.parametrize("how", ["product", "einsum", "fused"])
 def test_attention_between_channels_of_wide_heads(how: str) -> None:
     model = Crossed(how).eval()
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 12, 44))
-        recorder.mark(epoch=0)
+    recorder = recorded(model, torch.randn(2, 3, 12, 44))
     assert recorder.layers == ("tokens",)
     reasons = dict.fromkeys(("on_grid", "in_sequence"), "attention between channels")
     assert recorder.unsupported.keys() == reasons.keys()

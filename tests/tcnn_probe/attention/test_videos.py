@@ -16,6 +16,7 @@ from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import Place, attention_of, grid
 from tests.tcnn_probe.attention.checking import check, same
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
 
 transformers = need("transformers")
 
@@ -139,9 +140,7 @@ def test_equivariance_includes_time() -> None:
     model = video_model("VideoMAE").double()
     mean = attention_of(model, videos())[0].weights.mean(0).numpy()
     probes = [*tcnn_probe.DEFAULT, "health", tcnn_probe.mean_attention([(0.6, 0.3)])]
-    with tcnn_probe.record(model, probes=probes) as recorder, torch.no_grad():
-        model(videos().double())
-        recorder.mark(epoch=0)
+    recorder = recorded(model, videos().double(), probes=probes)
     layer = recorder.dataset.isel(epoch=0, layer=0)
     expected = [equivariance(head) for head in mean]
     np.testing.assert_allclose(layer.translation_equivariance, expected, atol=1e-9)

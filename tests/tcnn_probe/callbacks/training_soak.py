@@ -9,11 +9,9 @@ uninterrupted run. Then a process that may be killed replaces the finished recor
 ``mode="w"``: either the old or the new one must remain.
 """
 
-import argparse
 import csv
 import random
 import shutil
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,7 +25,7 @@ import tcnn_probe
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tests.tcnn_model.training.runs import TINY, assert_same_weights, last_checkpoint
-from tests.tcnn_probe.storage.soak import Child, Tell
+from tests.tcnn_probe.storage.soak import Child, Tell, main
 
 KINDS: dict[str, dict[str, Any]] = {
     "converted from the first step": {"reparameterize_at": 0},
@@ -193,25 +191,6 @@ class Soak:
         return self.folder / f"uninterrupted-{number}"
 
 
-def main(minutes: float, seed: int) -> None:
-    """Run rounds and print the counts; after a failure the folder is kept."""
-    torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp())
-    end = time.monotonic() + 60 * minutes
-    print(f"seed {seed}, in {folder}", flush=True)
-    soak = Soak(folder, seed)
-    rounds = 0
-    while rounds == 0 or time.monotonic() < end:
-        soak.round()
-        rounds += 1
-    shutil.rmtree(folder)
-    print(f"{rounds} rounds, nothing lost, nothing wrong: {dict(soak.counts)}")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    torch.set_num_threads(1)
+    main(Soak, __doc__)

@@ -16,6 +16,7 @@ import tcnn_probe
 from tcnn_probe.command_line import main
 from tcnn_probe.diagnosis import HealthLimits
 from tcnn_probe.diagnosis.signs import SIGNS
+from tests.tcnn_probe.contracts.helpers import recorded
 
 # Epochs need neither start at 0 nor be consecutive.
 EPOCHS = [2, 3, 5, 7, 11]
@@ -305,17 +306,10 @@ def test_health_adds_its_probe_once() -> None:
     """The probe joins those that are named; without a layer there is nothing to warn about."""
     model = vit()
     x = torch.randn(5, 3, 32, 48)
-    with (
-        tcnn_probe.record(model, probes="health", health=True) as recorder,
-        torch.no_grad(),
-    ):
-        model(x)
-        recorder.mark(epoch=0)
+    recorder = recorded(model, x, probes="health", health=True)
     assert "entropy" not in recorder.dataset
     assert "sink" in recorder.dataset
-    with tcnn_probe.record(model, probes=[], health=True) as recorder, torch.no_grad():
-        model(x)
-        recorder.mark(epoch=0)
+    recorder = recorded(model, x, probes=[], health=True)
     assert "sink" in recorder.dataset
 
 

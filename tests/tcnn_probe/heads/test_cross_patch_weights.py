@@ -14,6 +14,7 @@ from torch import nn
 
 import tcnn_probe
 from tcnn_probe.heads import cross_patch, translation_equivariance
+from tests.tcnn_probe.contracts.helpers import recorded
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
@@ -186,9 +187,7 @@ def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
     noise = torch.randn(bias.shape, generator=generator).numpy()
     assert (abs(translation_equivariance(noise, places, places)) < 4 * DEVIATION).all()
 
-    with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, *shape["img_size"], generator=generator))
-        recorder.mark(epoch=0)
+    recorder = recorded(model.eval(), torch.randn(2, 3, *shape["img_size"], generator=generator))
     expected = [equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()]
     # The bias alone would give 1, and the border reduces it a little.
     assert 0.9 < min(expected) <= max(expected) < 0.99

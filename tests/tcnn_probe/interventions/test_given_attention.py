@@ -88,10 +88,10 @@ def close(
     weights: Tensor,
     values: Tensor,
     projection: nn.Module,
-    windows: int = 1,
+    share: float = ROUNDINGS,
 ) -> None:
     """Assert that a layer's output is projection(weights @ values),
-    up to the rounding of that sum.
+    up to a share of the terms of that sum.
     """
     weight = projection.weight.flatten(1)
     bias = projection.bias
@@ -99,8 +99,35 @@ def close(
     output = gathered @ weight.T + bias  # type: ignore[operator]
     terms = (weights @ values.abs()).transpose(1, 2).flatten(2)
     size = terms @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
-    roundings = (actual - output).abs() / size
-    assert (roundings <= ROUNDINGS).all(), roundings.max()
+    errors = (actual - output).abs() / size
+    assert (errors <= share).all(), errors.max()
+
+
+def gated_layer() -> SimpleNamespace:
+    """Return a GPSA layer in float64, images and references, the whole attention of both, the
+    values of the images, and the layer's weight as a projection.
+    """
+    torch.manual_seed(0)
+    layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
+    nn.init.normal_(layer.value)
+    x = torch.randn(4, 4, 5, 7).double()
+    references = torch.randn(REFERENCE_IMAGES, 4, 5, 7).double()
+    names = ("query", "key", "center", "gating", "locality_strength")
+    parameters: Any = {name: getattr(layer, name).detach() for name in names}
+    parameters |= {"kernel_size": (2, 3), "stride": (2, 1), "padding": (1, 1)}
+    values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
+    taps = nn.Linear(1, 1)
+    taps.weight = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1))
+    taps.bias = layer.bias  # type: ignore[assignment]
+    return SimpleNamespace(
+        layer=layer,
+        images=x,
+        references=references,
+        attention=gpsa_attention_reference(x, **parameters),
+        of_references=gpsa_attention_reference(references, **parameters),
+        values=values[:, None].expand(-1, 6, -1, -1),
+        taps=taps,
+    )
 
 
 @torch.no_grad()
@@ -144,30 +171,12 @@ def test_gated_attention_by_hand(mode: Any) -> None:
     """The whole attention of Eq. (7) is exchanged;
     gates and positions are the same for all images.
     """
-    torch.manual_seed(0)
-    layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
-    nn.init.normal_(layer.value)
-    x = torch.randn(4, 4, 5, 7).double()
-    references = torch.randn(REFERENCE_IMAGES, 4, 5, 7).double()
-    names = ("query", "key", "center", "gating", "locality_strength")
-    options = {name: getattr(layer, name).detach() for name in names}
-    places = {
-        "kernel_size": layer.kernel_size,
-        "stride": layer.stride,
-        "padding": layer.padding,
-    }
-    attention, reference_attention = (
-        gpsa_attention_reference(images, **options, **places) for images in (x, references)
-    )  # type: ignore[arg-type]
-    weights = exchange_heads(attention, reference_attention, mode)
-    values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
-    taps = nn.Linear(1, 1)
-    taps.weight = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1))
-    taps.bias = layer.bias  # type: ignore[assignment]
-    with tcnn_probe.ablate(
-        layer, {"": HEADS}, mode, images=[references[:1], references[1:]], seed=None
-    ):
-        close(layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps)
+    gated = gated_layer()
+    weights = exchange_heads(gated.attention, gated.of_references, mode)
+    images = [gated.references[:1], gated.references[1:]]
+    with tcnn_probe.ablate(gated.layer, {"": HEADS}, mode, images=images, seed=None):
+        output = gated.layer(gated.images).flatten(2).mT
+    close(output, weights, gated.values, gated.taps)
 
 
 @pytest.mark.study(but=["vit-True", "cait-True", "pool-True", "swin-False"])

@@ -13,6 +13,7 @@ import tcnn_model
 import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tests.tcnn_model.conversion.convertible import FAMILIES, GRID, HEADS, transformer
+from tests.tcnn_probe.contracts.helpers import recorded
 
 
 def images(count: int = 5) -> Tensor:
@@ -132,9 +133,7 @@ def test_heads_beside_convolutions_are_recorded_as_before(family: str, place: in
     kernels = tcnn_probe.head_kernels(model, x, {layer: [0, 2]})
     recordings, missing = [], []
     for network in (model, tcnn_model.convolve(model, kernels, mass=1)):
-        with tcnn_probe.record(network) as recorder:
-            network(x)
-            recorder.mark(epoch=0)
+        recorder = recorded(network, x)
         recordings.append(recorder.dataset.isel(epoch=0).sel(layer=layer))
         missing.append((recorder.missing, recorder.unsupported))
     before, after = recordings
@@ -192,9 +191,7 @@ def test_convolved_heads_stand_in_a_recording_as_convolutions(
     )
     recordings = []
     for network in (model, whole, cut):
-        with tcnn_probe.record(network) as recorder:
-            network(x)
-            recorder.mark(epoch=0)
+        recorder = recorded(network, x)
         recordings.append(recorder.dataset.isel(epoch=0))
         assert recorder.unsupported == {}
     before, after, small = recordings
@@ -235,9 +232,7 @@ def test_convolved_tcnns_are_recorded() -> None:
     convolved = tcnn_model.convolve(tcnn, kernels, mass=1)
     recordings = []
     for network in (tcnn, convolved):
-        with tcnn_probe.record(network) as recorder:
-            network(x)
-            recorder.mark(epoch=0)
+        recorder = recorded(network, x)
         recordings.append(recorder.dataset.isel(epoch=0).sel(layer="1"))
     before, after = recordings
     others = {"head": range(1, 8)}

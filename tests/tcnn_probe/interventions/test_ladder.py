@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_model import GPSA
-from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tcnn_probe.interventions.salience import scale_keys
 from tests.tcnn_probe.interventions.ablations import chain_images
 from tests.tcnn_probe.interventions.softmax_models import MODELS, wide
 from tests.tcnn_probe.interventions.test_given_attention import (
     HEADS,
+    ROUNDINGS,
     LayerCall,
     by_position,
+    close,
+    gated_layer,
     of_softmax,
 )
-from tests.tcnn_probe.networks import Chain, scatter
+from tests.tcnn_probe.networks import Chain
 
 pytestmark = pytest.mark.numerical
 
@@ -122,13 +123,9 @@ def options_of(mode: str, references: Tensor) -> dict[str, Any]:
     return options
 
 
-def check(actual: Tensor, expected: Tensor, size: Tensor, mode: str) -> None:
-    """Assert that outputs are equal, up to rounding and the fit."""
-    # Nested sums of at most 60 terms each, and logits of up to 30.
-    roundings = 64 * torch.finfo(torch.float64).eps
-    share = FITTED if "images" in MODES[mode] else roundings
-    errors = (actual - expected).abs() / size
-    assert (errors <= share).all(), errors.max()
+def share_of(mode: str) -> float:
+    """Return the error of rounding or of the fit, as a share of the terms."""
+    return FITTED if "images" in MODES[mode] else ROUNDINGS
 
 
 @pytest.mark.study(
@@ -169,12 +166,7 @@ def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
     new = rung(mode, own, mean, places, places, seen, MODES[mode].get("radius", 0))
     kept = [head for head in range(own.shape[2]) if head not in HEADS]
     new[:, :, kept] = own[:, :, kept]
-    weights = new.flatten(0, 1)
-    weight = layer.get_submodule(projection).weight
-    bias = layer.get_submodule(projection).bias
-    expected = (weights @ values).transpose(1, 2).flatten(2) @ weight.T + bias
-    terms = (weights @ values.abs()).transpose(1, 2).flatten(2)
-    check(output, expected, terms @ weight.abs().T + bias.abs(), mode)
+    close(output, new.flatten(0, 1), values, layer.get_submodule(projection), share_of(mode))
     assert mode == "uniform" or (output - call.output[:1]).abs().max() > 1e-3
 
 
@@ -182,30 +174,18 @@ def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_gated_attention_by_hand(mode: Any) -> None:
     """Keys are those of the extended grid, whose padding keeps its share."""
-    torch.manual_seed(0)
-    layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
-    nn.init.normal_(layer.value)
-    x = torch.randn(4, 4, 5, 7).double()
-    references = torch.randn(3, 4, 5, 7).double()
-    names = ("query", "key", "center", "gating", "locality_strength")
-    parameters: Any = {name: getattr(layer, name).detach() for name in names}
-    parameters |= {"kernel_size": (2, 3), "stride": (2, 1), "padding": (1, 1)}
-    own = gpsa_attention_reference(x, **parameters)[:, None]
-    mean = gpsa_attention_reference(references, **parameters).mean(0)[None]
+    gated = gated_layer()
+    own = gated.attention[:, None]
+    mean = gated.of_references.mean(0)[None]
     keys = cells(7, 9) - 1
     queries = cells(3, 7) * [2, 1]
     seen = torch.ones(1, *mean.shape[-2:], dtype=torch.bool)
     new = rung(mode, own, mean, queries, keys, seen, MODES[mode].get("radius", 0))
     kept = [head for head in range(6) if head not in HEADS]
     new[:, :, kept] = own[:, :, kept]
-    values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
-    weight = layer.weight.permute(0, 2, 3, 1).flatten(1)
-    gathered = (new[:, 0] @ values[:, None]).transpose(1, 2).flatten(2)
-    terms = (new[:, 0] @ values[:, None].abs()).transpose(1, 2).flatten(2)
-    size = terms @ weight.abs().T + layer.bias.abs()
-    with tcnn_probe.ablate(layer, {"": HEADS}, mode, **options_of(mode, references)):
-        output = layer(x).flatten(2).mT
-    check(output, gathered @ weight.T + layer.bias, size, mode)
+    with tcnn_probe.ablate(gated.layer, {"": HEADS}, mode, **options_of(mode, gated.references)):
+        output = gated.layer(gated.images).flatten(2).mT
+    close(output, new[:, 0], gated.values, gated.taps, share_of(mode))
 
 
 @torch.no_grad()

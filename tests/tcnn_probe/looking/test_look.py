@@ -23,6 +23,7 @@ from tcnn_probe.looking.costs import class_labels
 from tcnn_probe.looking.photographs import find_photographs
 from tcnn_probe.looking.unfinished import continue_measuring, keep_measurements
 from tests.extras import need
+from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.reporting.made import held
 
 SIZE = (48, 80)
@@ -226,9 +227,7 @@ def test_sinks_and_cosines_equal_an_explicit_computation() -> None:
         block.attn.qkv.bias.data[:21] = torch.linspace(-9, 9, 21)
         key *= 0.7
     images = torch.rand(5, 3, *SIZE, dtype=torch.float64)
-    with tcnn_probe.record(model, probes=["redundancy"]) as recorder, torch.no_grad():
-        model(images)
-        recorder.mark(epoch=0)
+    recorder = recorded(model, images, probes=["redundancy"])
     ds = recorder.dataset.isel(epoch=0)
     shares = []
     for layer, attention in enumerate(_attention(model, images)):

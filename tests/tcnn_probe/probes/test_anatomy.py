@@ -17,6 +17,7 @@ from tcnn_model import GPSA
 from tcnn_probe.heads.static_pattern import offsets_of_pairs
 from tests.tcnn_probe.attention.bruteforce import attention_of, entropy, grid
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.attention.test_content_information import images
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.heads.test_anatomy import PARTS, nearest_convolution
 from tests.tcnn_probe.networks import scatter
@@ -27,10 +28,6 @@ pytestmark = pytest.mark.numerical
 TOLERANCE = 2e-5
 OFFSET, POSITION, KEY, MATCHING = PARTS
 PREFIX = "prefix_information"
-
-
-def images(count: int, *shape: int) -> Tensor:
-    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(count))
 
 
 def numbers(model: nn.Module, *batches: Tensor) -> xr.Dataset:
@@ -365,9 +362,7 @@ def test_kernels_are_those_of_the_convolutions() -> None:
     """
     layer = gpsa().eval()
     probes = [*tcnn_probe.DEFAULT, "offset-kernel"]
-    with torch.no_grad(), tcnn_probe.record(layer, probes=probes) as recorder:
-        layer(images(2, 3, 7, 11))
-        recorder.mark(epoch=0)
+    recorder = recorded(layer, images(2, 3, 7, 11), probes=probes)
     ds = recorder.tree["offset-kernel"].dataset.isel(epoch=0, layer=0)
     kernel = ds.offset_kernel
     np.testing.assert_allclose(kernel.sum(("offset_y", "offset_x")), 1, atol=1e-6)

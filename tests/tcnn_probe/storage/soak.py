@@ -297,26 +297,27 @@ def marks(path: Path, tell: Tell) -> None:
     tell(len(EpochStore(path).marks))
 
 
-def main(minutes: float, seed: int) -> None:
+def main(kind: Callable[[Path, int], Any], about: str | None) -> None:
     """Do rounds and print the counts; after a failure the folder is kept."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    end = time.monotonic() + 60 * minutes
-    soak = Soak(folder, seed)
+    print(f"seed {options.seed}, in {folder}", flush=True)
+    soak = kind(folder, options.seed)
+    end = time.monotonic() + 60 * options.minutes
     rounds = 0
-    print(f"seed {seed}, in {folder}", flush=True)
     while rounds == 0 or time.monotonic() < end:
         soak.round()
         rounds += 1
         if rounds % 100 == 0:
             print(f"{rounds} rounds: {dict(soak.counts)}", flush=True)
     shutil.rmtree(folder)
-    print(f"{rounds} rounds, no mark lost, no value wrong: {dict(soak.counts)}")
+    print(f"{rounds} rounds, nothing lost, nothing wrong: {dict(soak.counts)}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    main(Soak, __doc__)

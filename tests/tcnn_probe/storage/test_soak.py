@@ -29,4 +29,4 @@ def test_one_round(tmp_path: Path) -> None:
     assert run.returncode == 0
     assert run.stderr == ""
     assert list(tmp_path.rglob("*.zarr")) == []
-    assert re.search(r"1 rounds, no mark lost, no value wrong: .*'marks': [1-9]", run.stdout)
+    assert re.search(r"1 rounds, nothing lost, nothing wrong: .*'marks': [1-9]", run.stdout)
