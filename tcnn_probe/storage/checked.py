@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from typing import Any, Self
-from zipfile import BadZipFile
 
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
@@ -61,10 +60,7 @@ class CheckedStore(WrapperStore[Store]):
         prototype = prototype or default_buffer_prototype()
         if key == ROOT and self._root is not None:
             return self._root
-        try:
-            buffer = await self._store.get(key, prototype, byte_range)
-        except BadZipFile as error:
-            raise StoreError(f"{key!r} in {self} is damaged: {error}") from error
+        buffer = await self._store.get(key, prototype, byte_range)
         path, _, cell = key.rpartition("/c/")
         if path in self._documents and self._is_committed(path, cell):
             # This comes after the read, so that a recording that was replaced in between is

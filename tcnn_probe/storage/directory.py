@@ -34,7 +34,7 @@ class DurableStore(LocalStore):
     """Directory store whose ``set`` returns only when the object is on the disk under its name.
 
     zarr's own store leaves this to the operating system, which may take half a minute. The
-    directory itself is never created here, so that a mark fails if it was deleted or moved.
+    directory itself is never created here, so that a mark fails if it was deleted meanwhile.
     """
 
     def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
@@ -49,8 +49,6 @@ class DurableStore(LocalStore):
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
 
     def _write(self, path: Path, data: bytes) -> None:
-        if not self.root.is_dir():
-            raise StoreError(f"{self.root} was deleted or moved while it was recorded")
         changed = {path.parent}
         for folder in () if path.parent.is_dir() else reversed(path.parents):
             if self.root in folder.parents:
@@ -106,8 +104,6 @@ def lock(directory: Path, name: str) -> FileLock:
         held.acquire()
     except Timeout:
         raise StoreError(f"{name} is being written by another recorder: one at a time") from None
-    except FileNotFoundError as error:
-        raise StoreError(f"{name} was deleted or moved while it was recorded") from error
     return held
 
 
@@ -117,9 +113,9 @@ def new_directory(
 ) -> Iterator[tuple[DurableStore, FileLock]]:
     """Create a directory under a temporary name and rename it at the end, with its lock still held.
 
-    After an exception everything is as before. A kill leaves a folder beside the directory, which
-    the next attempt deletes; if it comes between the two renamings of a replacement,
-    :func:`restore` renames the old directory back.
+    After an exception the directory is as before. A kill leaves a folder beside it, which the next
+    attempt deletes; if it comes between the two renamings of a replacement, :func:`restore` renames
+    the old directory back.
 
     Args:
         directory: Final path of the directory.
@@ -158,9 +154,6 @@ def new_directory(
         shutil.rmtree(filled, ignore_errors=True)
         if replaced.exists():
             os.replace(replaced, directory)
-        for folder in missing:
-            with suppress(OSError):
-                folder.rmdir()
         raise
     finally:
         if old is not None:

@@ -2,7 +2,6 @@
 extended mark by mark, read and closed.
 """
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,18 +52,17 @@ class EpochStore:
             # This comes first: a run that was killed may have left the recording under a temporary
             # name.
             restore(directory)
-        self._replaces = False
-        if mode in ("w", "x") and Root.is_at(self._place):
-            if mode == "x":
-                raise StoreError(
-                    f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces "
-                    "it"
-                )
+        self._root = Root.read(self._place)
+        if self._root is not None and mode == "x":
+            raise StoreError(
+                f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
+            )
+        self._replaces = self._root is not None and mode == "w"
+        if self._replaces:
             # The check is made here and again at the first mark, which comes only after an epoch of
             # training.
             _check_replaceable(self._place)
-            self._replaces = True
-        self._root = None if self._replaces else Root.read(self._place)
+            self._root = None
         self._place.check_writable()
         self._marks = () if self._root is None else self._resumed(self._root)
         self._lock: FileLock | None = None
@@ -106,7 +104,9 @@ class EpochStore:
         directory = self._place.directory
         if self._root is None:
             if self._replaces and directory is not None:
-                lock(directory, self._place.name).release()
+                self._replaces = directory.exists()  # it may have been deleted meanwhile
+                if self._replaces:
+                    lock(directory, self._place.name).release()
             return
         self._check_unchanged()  # before a lock file is created
         if directory is not None and not (self._lock and self._lock.is_locked):
@@ -143,9 +143,9 @@ class EpochStore:
 
         StoreError if the mark is not greater than the last one, or not an integer where integers
         are stored; if another recorder writes to the store; or if the store was deleted, damaged or
-        closed. ValueError for values of another shape, and for a name that is used twice. After
-        these errors, and after errors of the store itself, earlier marks are unchanged, and the
-        same mark can be tried again.
+        closed. ValueError for values of another shape, and for a scalar that has the name of
+        something else. After these errors, and after errors of the store itself, earlier marks are
+        unchanged, and the same mark can be tried again.
         """
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
@@ -153,8 +153,6 @@ class EpochStore:
         mark = self._as_stored(mark)
         self.hold()
         rows = self._rows(groups, values, scalars)
-        # NaN is not valid JSON, and other readers would refuse the whole recording.
-        json.dumps(dict(attrs or {}), allow_nan=False)
         # A retry of a mark whose failure came after its commit finds this root.
         with self._place_to_write() as store:
             self._attempted = write_mark(
@@ -302,8 +300,6 @@ class EpochStore:
         scalars: Mapping[str, float],
     ) -> dict[str, Any]:
         """Return the values by path, in the dtypes in which they are stored."""
-        if groups != self.groups:
-            _check_names(groups, self._along)
         rows: dict[str, Any] = {}
         for path, group in groups.items():
             for name, variable in group.variables.items():
@@ -334,27 +330,12 @@ class EpochStore:
         return rows
 
 
-def _check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Raise ValueError if two things of a recording have the same path."""
-    # In an xarray tree, children and variables of a node share one namespace.
-    paths = [HEADS, *filter(None, groups)]
-    for path, group in groups.items():
-        layer = ["layer"] if group.layers else []
-        names = [along, *layer, *group.sizes, *group.variables]
-        paths += [join(path, name) for name in names]
-    duplicates = sorted({path for path in paths if paths.count(path) > 1})
-    if duplicates:
-        raise ValueError(f"expected distinct names, got {duplicates} twice")
-
-
 def _check_replaceable(place: Place) -> None:
     """Raise StoreError if a place holds something that no recording has written,
     as replacing would delete it.
     """
-    try:
-        known = Root.parse(place.root() or b"", place).names
-    except StoreError:  # a damaged root names nothing
-        known = set()
+    root = Root.read(place)
+    known = set() if root is None else root.names
     if place.directory is None:
         names = {key.split("/")[0] for key in keys_of(place.store)}
     else:

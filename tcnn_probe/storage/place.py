@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
-from zipfile import BadZipFile
 
 from zarr.abc.store import Store
 from zarr.buffer import default_buffer_prototype
@@ -67,7 +66,6 @@ class Place:
     store: Store
     directory: Path | None
     name: str
-    writable: bool = True
 
     def root(self) -> bytes | None:
         """Read the root ``zarr.json``; None if the place is empty or unfinished,
@@ -77,10 +75,7 @@ class Place:
             if self.directory.exists():
                 raise self.something_else("a file")
             return None
-        try:
-            buffer = run(self.store.get(ROOT, default_buffer_prototype()))
-        except BadZipFile as error:
-            raise StoreError(f"{self.name} is damaged: {error}") from error
+        buffer = run(self.store.get(ROOT, default_buffer_prototype()))
         if buffer is not None:
             return buffer.to_bytes()
         keys = keys_of(self.store)
@@ -90,13 +85,8 @@ class Place:
 
     def something_else(self, content: str) -> StoreError:
         """Return the error for a place that holds something else than a recording."""
-        advice = (
-            "choose another path"
-            if self.writable
-            else "tcnn_probe.open reads what tcnn_probe.record wrote"
-        )
         return StoreError(
-            f"{self.name} holds something else than a recording ({content}): {advice}"
+            f"{self.name} holds something else than a recording ({content}): give another path"
         )
 
     def check_writable(self) -> None:
@@ -121,8 +111,8 @@ def find(target: Target, *, writable: bool = True) -> Place:
     """Return the place of a target: memory for None,
     a URL for a string with "://", a path for other strings.
 
-    StoreError for an empty path, for a URL or store that cannot be opened, and for a store that
-    cannot be written.
+    StoreError for an empty path, for a URL that cannot be opened, and for a store that cannot be
+    written.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
@@ -130,20 +120,17 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):
-        try:
-            run(target._ensure_open())
-        except (BadZipFile, OSError) as error:
-            raise StoreError(f"{target} cannot be opened: {error}") from error
+        run(target._ensure_open())
         if writable and (
             target.read_only or not (target.supports_writes and target.supports_listing)
         ):
             raise StoreError(f"expected a store that can be written and listed, got {target}")
-        return Place(target, None, str(target), writable)
+        return Place(target, None, str(target))
     text = os.fspath(target)
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
     elif "://" in text:
-        return Place(_at_url(text), None, text, writable)
+        return Place(_at_url(text), None, text)
     if not text:
         raise StoreError(
             "expected the path of a directory, got an empty path; None keeps the recording in "
@@ -151,7 +138,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
         )
     # The path is made absolute, because the working directory may change while recording.
     directory = Path(text).expanduser().resolve()
-    return Place(DurableStore(directory), directory, str(directory), writable)
+    return Place(DurableStore(directory), directory, str(directory))
 
 
 def _at_url(url: str) -> Store:

@@ -9,8 +9,8 @@ from zarr.abc.store import Store
 from zarr.storage import ZipStore
 
 from tcnn_probe.schema import StoreError
-from tcnn_probe.storage.place import Place, find
-from tcnn_probe.storage.root import HEADS, UNREADABLE, Root
+from tcnn_probe.storage.place import find
+from tcnn_probe.storage.root import HEADS, Root
 
 __all__ = [
     "load_example",
@@ -26,13 +26,10 @@ _EXAMPLES = {"tcnn": "example.zip", "vit": "example_vit.zip"}
 def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     """Open a single recording, see :func:`~tcnn_probe.storage.runs.open_recordings`."""
     place = find(target, writable=False)
-    root = _existing(place)
-    try:
-        return open_tree(root.checked(place))
-    except StoreError:
-        raise  # this error names the damaged chunk of a label
-    except UNREADABLE as error:
-        raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
+    root = Root.read(place)
+    if root is None:
+        raise StoreError(f"{place.name} holds no recording: nothing is there")
+    return open_tree(root.checked(place))
 
 
 def open_dataset(store: Store) -> xr.Dataset:
@@ -107,13 +104,3 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
         raise ValueError(f"expected one of {list(_EXAMPLES)}, got {name!r}")
     path = files("tcnn_probe.storage") / _EXAMPLES[name]
     return open_recording(ZipStore(str(path), mode="r"))
-
-
-def _existing(place: Place) -> Root:
-    """Return the root of a recording to be read;
-    StoreError if the place is empty or holds something else.
-    """
-    root = Root.read(place)
-    if root is None:
-        raise StoreError(f"{place.name} holds no recording: nothing is there")
-    return root

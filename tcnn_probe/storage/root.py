@@ -23,7 +23,6 @@ __all__ = [
     "IDENTITY",
     "LAYERS",
     "OWN_ATTRIBUTES",
-    "UNREADABLE",
     "VERSION",
     "Root",
     "is_recorded",
@@ -56,9 +55,6 @@ GIVEN = "As given to mark()."
 HEADS = "heads"
 """Name of the node of a tree with the arrays of the root group."""
 
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors that damaged metadata raise when they are read."""
-
 
 @dataclass(frozen=True)
 class Root:
@@ -68,24 +64,11 @@ class Root:
     documents: Mapping[str, Mapping[str, Any]]  # of each array and other group
     text: bytes  # the object as stored
 
-    @staticmethod
-    def is_at(place: Place) -> bool:
-        """Return True for a recording of any schema version,
-        even a damaged one; StoreError for something else.
-        """
-        text = place.root()
-        # The text is not parsed, because even a damaged root of ours must be told from a user's
-        # file.
-        if text is not None and VERSION not in text.decode(errors="replace"):
-            raise place.something_else(f"a {ROOT} of something else")
-        return text is not None
-
     @classmethod
     def read(cls, place: Place) -> "Root | None":
         """Read the root at a place; None if the place is empty.
 
-        StoreError for something else, a recording of another schema version, or a damaged
-        recording.
+        StoreError for something else, or a recording of another schema version.
         """
         text = place.root()
         return None if text is None else cls.parse(text, place)
@@ -97,7 +80,7 @@ class Root:
             document = json.loads(text)
             attributes = document["attributes"]
             version = attributes[VERSION]
-        except UNREADABLE as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise place.something_else(f"a {ROOT} of something else, or a damaged one") from error
         if version != SCHEMA_VERSION:
             raise StoreError(
@@ -108,13 +91,8 @@ class Root:
                 f"{place.name} lacks consolidated metadata, as after to_zarr(..., "
                 "consolidated=False): zarr.consolidate_metadata adds them"
             )
-        try:
-            root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
-            is_scalar = root.documents[root.along]["shape"] == []
-            root.groups  # noqa: B018 (reads all metadata, which may be damaged)
-        except UNREADABLE as error:
-            raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
-        if is_scalar:
+        root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
+        if root.documents[root.along]["shape"] == []:
             raise StoreError(
                 f"{place.name} holds one mark without its dimension {root.along!r}: a list of "
                 f"marks keeps it, as in isel({root.along}=[-1])"

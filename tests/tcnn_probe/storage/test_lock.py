@@ -1,13 +1,12 @@
 """One writer at a time, and readers that change nothing."""
 
-import multiprocessing
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tcnn_probe.storage import StoreError, open_recording
+from tcnn_probe.storage import StoreError
 from tcnn_probe.storage.directory import LOCK
 from tests.tcnn_probe.storage.soak import Child
 from tests.tcnn_probe.storage.tables import (
@@ -16,7 +15,6 @@ from tests.tcnn_probe.storage.tables import (
     assert_holds,
     contents,
     create,
-    recording,
 )
 
 HELD = "run.zarr is being written by another recorder: one at a time"
@@ -61,18 +59,6 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     add(create(path), 2)
 
 
-def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
-    """Workers of a DataLoader end like this, by running the registered exit functions."""
-    store = create(tmp_path / "run.zarr")
-    add(store, 0)
-    worker = multiprocessing.get_context("fork").Process(target=store.dataset().load)
-    worker.start()
-    # A worker that hangs, like zarr's threads in forked processes, would never end.
-    worker.join(10)
-    assert worker.exitcode == 0
-    assert (tmp_path / "run.zarr" / LOCK).exists()
-
-
 def test_two_recorders_that_begin_the_same_store(tmp_path: Path) -> None:
     for target in (tmp_path / "run.zarr", Remote()):
         first, second = create(target), create(target)
@@ -95,37 +81,6 @@ def test_the_root_is_compared_where_there_is_no_lock() -> None:
         add(second, 1, 7)
     add(first, 2)
     assert_holds(first, [0, 1, 2])
-
-
-def test_reading_changes_nothing(tmp_path: Path) -> None:
-    """Neither reading nor a refused or successful mark deletes files that resemble leftovers."""
-    path = tmp_path / "run.zarr"
-    recording(path)
-    precious = [
-        path / name
-        for name in (
-            ".0.partial",
-            "epoch.partial",
-            "ckpt/c.0",
-            "c.0",
-            "gate/c/.tcnn_probe.init",
-        )
-    ]
-    for name in precious:
-        name.parent.mkdir(exist_ok=True)
-        name.write_bytes(b"precious")
-    before = contents(path)
-    store = create(path)
-    store.dataset().load()
-    open_recording(path).load()
-    with pytest.raises(StoreError, match="already marked"):
-        add(store, 0)
-    store.close()
-    assert contents(path) == before
-    store = create(path)
-    add(store, 1)
-    store.close()
-    assert all(name.read_bytes() == b"precious" for name in precious)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zarr
 from zarr.buffer import default_buffer_prototype
@@ -16,14 +14,12 @@ from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tests.tcnn_probe.storage.tables import (
-    GROUPS,
     Remote,
     add,
     assert_holds,
     contents,
     create,
     recording,
-    values,
 )
 
 
@@ -117,26 +113,6 @@ def test_missing_recordings_are_reported(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-GATE = GROUPS[""].variables["gate"]
-
-
-@pytest.mark.parametrize("name", ["layer_scale", "heads", "epoch"])
-def test_clashing_names_are_refused(name: str) -> None:
-    variables = {**GROUPS[""].variables, name: GATE}
-    groups = {**GROUPS, "": replace(GROUPS[""], variables=variables)}
-    rows = values(0)
-    rows[""][name] = rows[""]["gate"]
-    with pytest.raises(ValueError, match=rf"expected distinct names, got \['{name}'\]"):
-        EpochStore(None).append(0, groups, rows, {})
-
-
-# JSON has no NaN, but Python writes it anyway.
-@pytest.mark.parametrize("value", [np.array(1), float("nan")])
-def test_attributes_beyond_json_are_refused(value: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="JSON"):
-        EpochStore(None).append(0, GROUPS, values(0), {}, attrs={"x": value})
-
-
 def test_empty_directories_and_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,36 +164,16 @@ def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 
-def zipped(path: Path) -> Path:
-    recording(path)
-    with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
+def test_zip_files(tmp_path: Path) -> None:
+    recording(path := tmp_path / "run.zarr")
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
         for name, data in contents(path).items():
             if data is not None:
                 archive.writestr(name, data)
-    return path.with_suffix(".zip")
-
-
-def test_zip_files(tmp_path: Path) -> None:
-    """A zip file is read if it is opened or closed;
-    one that is damaged, or no zip file, is refused.
-    """
-    path = zipped(tmp_path / "run.zarr")
-    store = ZipStore(path)
+    store = ZipStore(tmp_path / "run.zip")
     # The file is already open the second time.
     for _ in range(2):
         assert open_recording(store)["heads"].gate.sizes["epoch"] == 1
-    for name in ("zarr.json", "gate/c/0/0/0"):
-        with zipfile.ZipFile(path) as archive:
-            start = archive.getinfo(name).header_offset
-        content = bytearray(path.read_bytes())
-        # A local header has 30 bytes and the name, and 200 bytes are within both objects.
-        content[start + 200] ^= 1
-        (tmp_path / "damaged.zip").write_bytes(content)
-        with pytest.raises(StoreError, match="is damaged"):
-            open_recording(ZipStore(tmp_path / "damaged.zip"))["heads"].gate.load()
-    (tmp_path / "notes.zip").write_text("precious")
-    with pytest.raises(StoreError, match=r"notes\.zip cannot be opened"):
-        open_recording(ZipStore(tmp_path / "notes.zip"))
 
 
 def test_contents_of_the_user_are_left_alone(tmp_path: Path) -> None:

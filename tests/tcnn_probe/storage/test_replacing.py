@@ -4,6 +4,7 @@ and deletes nothing of the user.
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
     assert_holds(path, [0, 1])
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
     create(path).hold()  # nobody holds the recording's lock
+    add(store, 0, 9)
+    assert_holds(path, {0: 9})
+
+
+def test_a_recording_that_is_deleted_before_it_is_replaced(tmp_path: Path) -> None:
+    recording(path := tmp_path / "run.zarr")
+    store = create(path, mode="w")
+    shutil.rmtree(path)
     add(store, 0, 9)
     assert_holds(path, {0: 9})
 
