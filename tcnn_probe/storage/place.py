@@ -97,13 +97,10 @@ class Place:
             return
         folders = (self.directory, *self.directory.parents)
         folder = next(folder for folder in folders if folder.exists())
-        if not folder.is_dir():
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise StoreError(
-                f"{self.directory} cannot be made: the file {folder} stands in its way"
-            )
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(
-                f"{self.directory} cannot be written: no permission to write in {folder}"
+                f"{self.directory} cannot be written: expected {folder} to be a folder with "
+                "permission to write"
             )
 
 

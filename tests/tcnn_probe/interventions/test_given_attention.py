@@ -236,16 +236,19 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode", ["static", "shuffled"])
+@pytest.mark.parametrize("mode", ["static", "shuffled", "convolutional"])
 @pytest.mark.parametrize("name", ["gpsa", "beit", "swin"])
 @pytest.mark.filterwarnings("ignore:.*among images=")
 def test_positional_attention_is_not_changed(name: str, mode: Any) -> None:
+    """It is the same for all images, and its own convolution."""
     model, x, references = by_position(name)
     plain = model(x)
     with tcnn_probe.ablate(model, mode=mode, images=references):
         difference = (model(x) - plain).abs().max()
-    # The mean of equal attention differs from it only by rounding in float32.
-    assert difference < 1e-6 * max(1, float(plain.abs().max()))
+    # The mean of equal attention differs from it by rounding in float32. The fit of convolutions
+    # ends within 1e-13 nat, and each image passes several layers.
+    limit = 3e-6 if mode == "convolutional" else 1e-6
+    assert difference < limit * max(1, float(plain.abs().max()))
 
 
 @torch.no_grad()

@@ -145,10 +145,10 @@ def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("", "expected the path of a directory, got an empty path"),
         (only_read, "expected a store that can be written"),
         (occupied, r"holds something else than a recording \(\['mine/"),
-        (tmp_path / "file" / "a" / "run.zarr", "the file .*file stands in its way"),
-        (tmp_path / "run.zarr", "no permission to write in .*run.zarr$"),
+        (tmp_path / "file" / "a" / "run.zarr", "expected .*file to be a folder"),
+        (tmp_path / "run.zarr", "cannot be written: expected .*run.zarr to be a folder"),
         # The parents are missing too; the first existing one decides.
-        ("/a/b/run.zarr", "no permission to write in /$"),
+        ("/a/b/run.zarr", "cannot be written: expected / to be a folder"),
         (
             "nonsense://bucket/run.zarr",
             r"nonsense://bucket/run.zarr cannot be opened \(.*nonsense",
