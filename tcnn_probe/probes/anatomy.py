@@ -17,6 +17,7 @@ from tcnn_probe.heads.anatomy import (
     parts_of_selectivity,
 )
 from tcnn_probe.heads.static_pattern import (
+    extrapolate,
     information,
     offsets_of_pairs,
     translation_equivariance,
@@ -39,6 +40,10 @@ _QUERIES = (
     f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same "
     f"(with padding up to {1024 * QUERIES} divided by the number of keys), each over the images in "
     "which it is real"
+)
+_EXTRAPOLATED = (
+    "From eight images on it is extrapolated to many: twice the estimate from all images less the "
+    "mean of those from both halves, every second image."
 )
 _SEVERAL = (
     "NaN for a single image, and if images of several sizes were seen since the previous mark."
@@ -91,11 +96,12 @@ _PARTS = {
 }
 
 
-def content_information(attention: str) -> Variable:
+def content_information(attention: str, estimate: str = "") -> Variable:
     """Describe the variable that measures how strongly a head's attention depends on the image.
 
     Args:
         attention: Phrase that names the attention and begins with "of".
+        estimate: Sentence on how it is estimated.
     """
     return Variable(
         _HEAD,
@@ -105,7 +111,7 @@ def content_information(attention: str) -> Variable:
         f"{attention}, times n / (n - 1) for n images: the mutual information of image and key. It "
         "is 0 if the attention does not depend on the image, and at most the log of the number of "
         "keys; if it depends strongly on the image, the estimate from few images is too low. "
-        f"{_QUERIES}. {_SEVERAL}",
+        f"{estimate}{_QUERIES}. {_SEVERAL}",
     )
 
 
@@ -129,7 +135,7 @@ def _halves_of(part: str) -> str:
 
 
 ANATOMY: dict[str, Variable] = {
-    "content_information": content_information("of attention"),
+    "content_information": content_information("of attention", f"{_EXTRAPOLATED} "),
     "translation_equivariance": Variable(
         _HEAD,
         "1",
@@ -145,13 +151,13 @@ ANATOMY: dict[str, Variable] = {
     ),
 }
 for _name, (_label, _meaning) in _PARTS.items():
-    ANATOMY[_name] = Variable(_HEAD, "nat", _label, f"{_meaning} {_QUERIES}.")
+    ANATOMY[_name] = Variable(_HEAD, "nat", _label, f"{_meaning} {_EXTRAPOLATED} {_QUERIES}.")
     ANATOMY[_halves_of(_name)] = Variable(
         _HEAD,
         "nat",
         f"{_label}, difference of halves",
-        f"{_name} of every second image, beginning with the first, minus that of the others: its "
-        "uncertainty. NaN for fewer than four images.",
+        f"{_name} from every second image alone, beginning with the first, minus that from the "
+        "others: its uncertainty. NaN for fewer than four images.",
     )
 
 Statistics = Mapping[str, np.ndarray | str]
@@ -186,8 +192,13 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     statistics |= means.parts(convolution)
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
     even, odd = (half.parts(half.convolution(convolution)) for half in halves)
+    counts = [half.images for half in halves]
     for part in _PARTS.keys() & even.keys():
+        statistics[part] = extrapolate(statistics[part], (even[part], odd[part]), counts)
         statistics[_halves_of(part)] = even[part] - odd[part]
+    of_keys = [statistics[f"{part}_information"] for part in ("key_content", "query_key_content")]
+    if np.isfinite(of_keys).any():
+        statistics["content_information"] = of_keys[0] + of_keys[1]
     for part in _PARTS.keys() - statistics.keys():
         statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
     return statistics | {
