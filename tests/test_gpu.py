@@ -21,7 +21,8 @@ import tcnn_model.models
 import tcnn_probe
 from tcnn_model.training.__main__ import main
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
 GPU = "cuda"
 # Side of the images, and the network.
 NETWORKS: dict[str, tuple[int, Callable[[], nn.Module]]] = {

@@ -274,7 +274,8 @@ def correlation(
     )
     heads = (~unknown).sum((1, 2), keepdims=True)
     first, second = (
-        np.where(unknown, 0, x - x.sum((1, 2), keepdims=True) / heads) for x in (first, second)
+        np.where(unknown, 0, x - x.sum((1, 2), keepdims=True) / np.maximum(heads, 1))
+        for x in (first, second)
     )
     product = (first * second).sum((1, 2))
     norms = np.sqrt((first**2).sum((1, 2)) * (second**2).sum((1, 2)))

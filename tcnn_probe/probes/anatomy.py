@@ -189,16 +189,18 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
         parts = ("selectivity", *_PARTS)
         return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
     convolution = means.convolution()
-    statistics |= means.parts(convolution)
+    whole = means.parts(convolution)
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
     even, odd = (half.parts(half.convolution(convolution)) for half in halves)
     counts = [half.images for half in halves]
-    for part in _PARTS.keys() & even.keys():
-        statistics[part] = extrapolate(statistics[part], (even[part], odd[part]), counts)
-        statistics[_halves_of(part)] = even[part] - odd[part]
-    of_keys = [statistics[f"{part}_information"] for part in ("key_content", "query_key_content")]
-    if np.isfinite(of_keys).any():
-        statistics["content_information"] = of_keys[0] + of_keys[1]
+    parts = {
+        part: extrapolate(whole[part], (even[part], odd[part]), counts)
+        for part in _PARTS.keys() & even.keys()
+    }
+    content = parts["key_content_information"] + parts["query_key_content_information"]
+    if np.isfinite(content).any():
+        statistics["content_information"] = content
+    statistics |= whole | parts | {_halves_of(part): even[part] - odd[part] for part in parts}
     for part in _PARTS.keys() - statistics.keys():
         statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
     return statistics | {
