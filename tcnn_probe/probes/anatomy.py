@@ -183,11 +183,14 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     """Return the parts of selectivity, their differences between halves of the images,
     and the equivariance.
     """
-    statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
+    statistics: dict[str, np.ndarray | str] = {
+        **finish_information(name, pattern),
+        **_equivariance(pattern),
+    }
     means = _Means.of(pattern)
     if isinstance(means, str):
-        parts = ("selectivity", *_PARTS)
-        return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
+        names = ["selectivity", *_PARTS, *map(_halves_of, _PARTS)]
+        return statistics | dict.fromkeys(names, means)
     convolution = means.convolution()
     whole = means.parts(convolution)
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
