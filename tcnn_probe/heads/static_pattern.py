@@ -4,22 +4,12 @@ its dependence on content, and its similarity to a convolution.
 The functions take plain arrays and return one number per head, in float64.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = [
-    "extrapolate",
-    "information",
-    "largest_information",
-    "offsets_of_pairs",
-    "translation_equivariance",
-]
-
-_LEAST_HALF = 4
-"""Number of images of each half, from which on estimates are extrapolated."""
+__all__ = ["information", "offsets_of_pairs", "translation_equivariance"]
 
 
 def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray) -> np.ndarray:
@@ -34,7 +24,7 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray)
     images is more even: to second order in the differences between images, it is too low by 1/2n
     sum_j Var_b(A_b(i, j)) / A(i, j), while the true value is 1/2 of that sum, so the factor removes
     this bias. If attention depends strongly on the image, the estimate is still too low: from n
-    images it is at most n / (n - 1) log min(n, keys), see :func:`extrapolate`.
+    images it is at most n / (n - 1) log min(n, keys).
 
     Args:
         mean: Mean over images of A, shape (heads, queries, keys). Keys that receive the same
@@ -56,35 +46,6 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray)
     unbiased = divergence * images / np.where(compared, images - 1, 1)
     queries = np.where(compared.any(1), compared.sum(1), np.nan)
     return np.where(compared, unbiased, 0).sum(1) / queries
-
-
-def extrapolate(
-    whole: np.ndarray, halves: Sequence[np.ndarray], images: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Return an estimate as from many images,
-    twice that of all images less the mean of both halves.
-
-    An error in proportion to 1 / n vanishes (as in Strong et al. 1998, Entropy and information in
-    neural spike trains). Halves of very few images would add more noise than they remove bias, so
-    that fewer than eight images are not extrapolated.
-
-    Args:
-        whole: Estimate from all images.
-        halves: Estimates from each half of them, shaped as ``whole``.
-        images: Numbers of images of the halves, shaped as ``whole``.
-    """
-    total = np.maximum(images[0] + images[1], 1)
-    of_halves = (images[0] * halves[0] + images[1] * halves[1]) / total
-    return np.where(np.minimum(*images) >= _LEAST_HALF, 2 * whole - of_halves, whole)
-
-
-def largest_information(images: ArrayLike) -> np.ndarray:
-    """Return the most content information that n images can show, in nat: each its own key."""
-    count = np.asarray(images, dtype=float)
-    halves = count // 2, count - count // 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        whole, *of_halves = (n / (n - 1) * np.log(n) for n in (count, *halves))
-    return extrapolate(whole, of_halves, halves)
 
 
 def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:

@@ -17,7 +17,6 @@ from tcnn_probe.heads.anatomy import (
     parts_of_selectivity,
 )
 from tcnn_probe.heads.static_pattern import (
-    extrapolate,
     information,
     offsets_of_pairs,
     translation_equivariance,
@@ -40,10 +39,6 @@ _QUERIES = (
     f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same "
     f"(with padding up to {1024 * QUERIES} divided by the number of keys), each over the images in "
     "which it is real"
-)
-_EXTRAPOLATED = (
-    "From eight images on it is extrapolated to many: twice the estimate from all images less the "
-    "mean of those from both halves, every second image."
 )
 _SEVERAL = (
     "NaN for a single image, and if images of several sizes were seen since the previous mark."
@@ -96,12 +91,11 @@ _PARTS = {
 }
 
 
-def content_information(attention: str, estimate: str = "") -> Variable:
+def content_information(attention: str) -> Variable:
     """Describe the variable that measures how strongly a head's attention depends on the image.
 
     Args:
         attention: Phrase that names the attention and begins with "of".
-        estimate: Sentence on how it is estimated.
     """
     return Variable(
         _HEAD,
@@ -111,7 +105,7 @@ def content_information(attention: str, estimate: str = "") -> Variable:
         f"{attention}, times n / (n - 1) for n images: the mutual information of image and key. It "
         "is 0 if the attention does not depend on the image, and at most the log of the number of "
         "keys; if it depends strongly on the image, the estimate from few images is too low. "
-        f"{estimate}{_QUERIES}. {_SEVERAL}",
+        f"{_QUERIES}. {_SEVERAL}",
     )
 
 
@@ -135,7 +129,7 @@ def _halves_of(part: str) -> str:
 
 
 ANATOMY: dict[str, Variable] = {
-    "content_information": content_information("of attention", f"{_EXTRAPOLATED} "),
+    "content_information": content_information("of attention"),
     "translation_equivariance": Variable(
         _HEAD,
         "1",
@@ -151,13 +145,13 @@ ANATOMY: dict[str, Variable] = {
     ),
 }
 for _name, (_label, _meaning) in _PARTS.items():
-    ANATOMY[_name] = Variable(_HEAD, "nat", _label, f"{_meaning} {_EXTRAPOLATED} {_QUERIES}.")
+    ANATOMY[_name] = Variable(_HEAD, "nat", _label, f"{_meaning} {_QUERIES}.")
     ANATOMY[_halves_of(_name)] = Variable(
         _HEAD,
         "nat",
         f"{_label}, difference of halves",
-        f"{_name} from every second image alone, beginning with the first, minus that from the "
-        "others: its uncertainty. NaN for fewer than four images.",
+        f"{_name} of every second image, beginning with the first, minus that of the others: its "
+        "uncertainty. NaN for fewer than four images.",
     )
 
 Statistics = Mapping[str, np.ndarray | str]
@@ -183,27 +177,17 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     """Return the parts of selectivity, their differences between halves of the images,
     and the equivariance.
     """
-    statistics: dict[str, np.ndarray | str] = {
-        **finish_information(name, pattern),
-        **_equivariance(pattern),
-    }
+    statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
     means = _Means.of(pattern)
     if isinstance(means, str):
-        names = ["selectivity", *_PARTS, *map(_halves_of, _PARTS)]
-        return statistics | dict.fromkeys(names, means)
+        parts = ("selectivity", *_PARTS)
+        return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
     convolution = means.convolution()
-    whole = means.parts(convolution)
+    statistics |= means.parts(convolution)
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
     even, odd = (half.parts(half.convolution(convolution)) for half in halves)
-    counts = [half.images for half in halves]
-    parts = {
-        part: extrapolate(whole[part], (even[part], odd[part]), counts)
-        for part in _PARTS.keys() & even.keys()
-    }
-    content = parts["key_content_information"] + parts["query_key_content_information"]
-    if np.isfinite(content).any():
-        statistics["content_information"] = content
-    statistics |= whole | parts | {_halves_of(part): even[part] - odd[part] for part in parts}
+    for part in _PARTS.keys() & even.keys():
+        statistics[_halves_of(part)] = even[part] - odd[part]
     for part in _PARTS.keys() - statistics.keys():
         statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
     return statistics | {

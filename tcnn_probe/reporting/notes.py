@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tcnn_probe.heads.static_pattern import largest_information
 from tcnn_probe.reporting.maps import Choice
 from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, unit
@@ -82,9 +81,10 @@ def types_rest_on(run: Run) -> str:
     count = int(attrs["images"].split()[0])
     text = f"Types rest on {attrs['images']} photographs."
     if count > 1:
+        bound = count / (count - 1) * np.log(count)
         text += (
-            f" From {count}, content (the sum of its two parts) is at most "
-            f"{float(largest_information(count)):.2f} nat"
+            f" From {count}, content (the sum of its two parts) is at most n / (n - 1) log n = "
+            f"{bound:.2f} nat"
         )
         layers = [*json.loads(attrs.get("bound", "{}"))]
         text += f", and too low in {', '.join(layers)}." if layers else "."

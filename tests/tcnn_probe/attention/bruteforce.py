@@ -267,17 +267,6 @@ def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.nd
     return np.mean(by_query, axis=0)
 
 
-def extrapolated(weights: np.ndarray) -> np.ndarray:
-    """Return content information as from many images, from eight on:
-    twice that of all less the mean of the first, third, ... and of the second, fourth, ... image.
-    """
-    whole, count = information(weights), len(weights)
-    if count < 8:
-        return whole
-    halves = [len(half) / count * information(half) for half in (weights[::2], weights[1::2])]
-    return 2 * whole - sum(halves)
-
-
 def distances(weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]) -> np.ndarray:
     """Return the mean distance of each query on the grid, (..., N_query, N_key) -> (..., queries).
 
@@ -347,9 +336,8 @@ class Layout:
         }
         patches = self.patch_queries(weights.shape[-2])
         if len(weights) > 1 and any(patches):  # not recorded for a single image
-            of_patches, counted = weights[..., patches, :], mask.queries[..., patches]
-            values["content_information"] = (
-                extrapolated(of_patches) if counted.all() else information(of_patches, counted)
+            values["content_information"] = information(
+                weights[..., patches, :], mask.queries[..., patches]
             )
         values |= health(weights, patches, mask)
         real = np.where(mask.queries[:, :, None, :, None], logits, -np.inf)

@@ -272,31 +272,6 @@ def test_equals_brute_force(name: str) -> None:
                 np.testing.assert_allclose(row[part], values, atol=1e-6, err_msg=part)
 
 
-@pytest.mark.parametrize("count", [7, 9])
-def test_parts_from_eight_images_on_are_extrapolated_from_halves(count: int) -> None:
-    """The parts add up to selectivity, and content information is the sum of its parts."""
-    model, x = vit().double(), images(count, 3, 40, 56).double()
-    with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):
-        ds = numbers(model, *x.split([1, 3, count - 4]))
-    keys = grid(5, 7, prefix=1)
-    seen = np.ones((1, 35, 36), dtype=bool)
-    for reference in attention_of(model, x):
-        weights = reference.weights.unflatten(0, (count, 1)).numpy()[..., 1:, :]
-        whole, even, odd = (
-            anatomy(some, (keys[1:], keys), seen) for some in (weights, weights[::2], weights[1::2])
-        )
-        row = ds.sel(layer=reference.layer)
-        for part in PARTS:
-            expected = whole[part]
-            if count == 9:
-                expected = 2 * expected - (5 * even[part] + 4 * odd[part]) / 9
-                assert np.abs(expected - whole[part]).max() > 1e-3
-            np.testing.assert_allclose(row[part], expected, atol=1e-6, err_msg=part)
-        total = sum(row[part] for part in PARTS)
-        np.testing.assert_allclose(total, row.selectivity, atol=1e-6)
-        np.testing.assert_allclose(row[KEY] + row[MATCHING], row.content_information, atol=1e-6)
-
-
 class Masked(nn.Module):
     """Attention between 5 x 7 patches, with a mask."""
 
