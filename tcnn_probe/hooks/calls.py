@@ -4,7 +4,7 @@ with hooks that have no effect in copies of it.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -31,6 +31,7 @@ __all__ = [
     "balanced_hooks",
     "innermost_call",
     "is_running",
+    "outermost_call",
     "without_nested",
 ]
 
@@ -344,6 +345,18 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def outermost_call(modules: Container[nn.Module], frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame, from ``frame`` outwards,
+    in which torch calls one of the modules.
+    """
+    outermost = None
+    while (frame := innermost_call(frame)) is not None:
+        if frame.f_locals.get("self") in modules:
+            outermost = frame
+        frame = frame.f_back
+    return outermost
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import nn
@@ -63,6 +63,9 @@ class Eagerness:
         with _LOCK:
             _OPEN.add(self)
             _apply()
+        if eager_switch() is None:
+            # The stance holds in all threads, and this one may end within its forward.
+            finalize(self, _apply).atexit = False
 
     def close(self) -> None:
         """Compile again; a second call has no effect."""

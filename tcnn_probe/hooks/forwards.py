@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from tcnn_probe.hooks.calls import (
     Calls,
     add_hook,
     is_running,
+    outermost_call,
     without_nested,
 )
 from tcnn_probe.hooks.compilation import never_compiled
@@ -125,6 +127,11 @@ class Forwards(Calls["Forward"]):
         self._followed: Forward | None = None  # at most one call at a time
         self._depth = hidden_depth()
         self._sequence = _Sequence()
+        # Forwards in which this object was created are not followed, as their beginning was not.
+        self._begun: dict[int, FrameType] = {}  # by thread
+        for thread, frame in sys._current_frames().items():
+            if (begun := outermost_call(names, frame)) is not None:
+                self._begun[thread] = begun
         self._attending = attending
         try:
             self.attach()
@@ -160,7 +167,13 @@ class Forwards(Calls["Forward"]):
         # Reading properties of tensors is a call of a torch function, which the user's modes must
         # not see.
         with self._lock, DisableTorchFunction():
-            call.over = self._followed is not None or is_transformed(call.inputs)
+            begun = self._begun.get(call.thread)
+            if begun is not None and not is_running(begun):
+                begun = None
+                del self._begun[call.thread]
+            call.over = (
+                begun is not None or self._followed is not None or is_transformed(call.inputs)
+            )
             if call.over:
                 return
             continues = self._continues(call)

@@ -91,8 +91,12 @@ class Root:
                 f"{place.name} lacks consolidated metadata, as after to_zarr(..., "
                 "consolidated=False): zarr.consolidate_metadata adds them"
             )
-        root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
-        if root.documents[root.along]["shape"] == []:
+        try:
+            root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
+            is_scalar = root.documents[root.along]["shape"] == []
+        except (LookupError, TypeError) as error:
+            raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
+        if is_scalar:
             raise StoreError(
                 f"{place.name} holds one mark without its dimension {root.along!r}: a list of "
                 f"marks keeps it, as in isel({root.along}=[-1])"

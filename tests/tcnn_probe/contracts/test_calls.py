@@ -53,6 +53,30 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
             check_entropies(recorder, layer_entropies, mark, images=3 if place == 2 else 6)
 
 
+def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
+    """A recorder removed during a forward records nothing of it;
+    one attached during a forward starts with the next.
+    """
+    model = vit()
+    before = Trace(model)
+    late = list[tcnn_probe.Recorder]()
+    outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
+    handles = [
+        model.blocks[0].register_forward_hook(lambda *_: late.append(tcnn_probe.record(model))),
+        model.blocks[1].register_forward_hook(lambda *_: inner.remove()),
+    ]
+    model(images())
+    for handle in handles:
+        handle.remove()
+    model(images(2))
+    for recorder, count in ((outer, [5, 5]), (late[0], [2, 2])):
+        recorder.mark(epoch=0)
+        recorder.remove()
+        assert recorder.dataset.images.values.tolist() == [count]
+    assert before == Trace(model)
+    assert clean()
+
+
 def forward_features(model: nn.Module, x: Tensor) -> None:
     # A mask makes timm call the blocks one by one.
     model.forward_features(x, attn_mask=torch.zeros(36, 36))

@@ -153,6 +153,26 @@ def test_exceptions_for_which_torch_calls_no_hook(error: type[BaseException]) ->
     assert clean()
 
 
+@pytest.mark.parametrize("finish", ["remove", "forward"])
+def test_recorder_removed_before_such_an_exception(finish: str) -> None:
+    """The removal is completed by a second remove() or by the next forward."""
+    model = vit()
+    before = Trace(model)
+    recorder = tcnn_probe.record(model)
+
+    def fail(*_: Any) -> None:
+        assert not in_thread(recorder.remove)
+        raise SystemExit
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    assert in_thread(lambda: model(images()))
+    handle.remove()
+    assert before != Trace(model)
+    recorder.remove() if finish == "remove" else model(images())
+    assert before == Trace(model)
+    assert clean()
+
+
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
     """A forward that is running at a mark belongs to no epoch:
     its statistics and maps are not split.
