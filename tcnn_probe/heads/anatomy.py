@@ -175,13 +175,18 @@ def _newton(
         curvature = np.diag(expected) - ratio.T @ (masses[:, None] * ratio)
         # The curvature is 0 along common factors of queries that share no offset, and so is the
         # slope.
-        curvature[np.diag_indices_from(curvature)] += 1e-12
+        curvature[np.diag_indices_from(curvature)] += 1e-12 + 1e-9 * expected.max()
         step = np.linalg.solve(curvature, expected - weights)
-        length, decrease = 1.0, -1.0
-        while decrease < 0 and length > 1e-6:
-            share, total, new = shares(logarithms + length * step)
-            decrease, length = value - new, length / 2
-        logarithms, value = logarithms + 2 * length * step, new
+        length, decrease = 2.0, np.nan
+        # A step that is too long overflows, and its value is NaN.
+        while not decrease >= 0 and length > 1e-6:
+            length /= 2
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                trial = shares(logarithms + length * step)
+                decrease = value - trial[2]
+        if not decrease >= 0:
+            break
+        logarithms, (share, total, value) = logarithms + length * step, trial
         if decrease < tolerance * len(weights):
             break
     entropy = value + _cross_entropy(masses, masses)

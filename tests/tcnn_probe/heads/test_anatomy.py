@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
+from tcnn_probe.heads import anatomy
 from tcnn_probe.heads.anatomy import (
     Convolution,
     convolution_inside,
@@ -181,3 +182,15 @@ def test_one_image_shows_selectivity_and_offset_alone(
     )
     known = {name for name, values in measured.items() if np.isfinite(values).all()}
     assert known == {"selectivity", "offset_information"}
+
+
+def test_steps_that_overflow_are_shortened() -> None:
+    """Kernels so sharp that Newton's method begins with steps that are far too long
+    are still found.
+    """
+    places = np.array(grid(4, 4), dtype=float)
+    index, offsets = offsets_of_pairs(places, places)
+    kernels = [100 * np.random.default_rng(seed).normal(size=len(offsets)) for seed in range(20)]
+    attention = softmax(np.array(kernels)[:, index])
+    convolution = anatomy.nearest_convolution(attention, index, np.ones((16, 16), dtype=bool))
+    np.testing.assert_allclose(convolution.entropy, entropy(attention).mean(-1), atol=1e-5)
