@@ -155,9 +155,10 @@ def _describe(store: str) -> str:
     if not len(marks):
         return f"{store}: no {along} marked"
     last = ds.isel({along: -1})
+    several = f"{len(marks)} marks, {along} {marks[0]} to {marks[-1]}"
     lines = [
-        f"{store}: {ds.attrs.get('model_class', 'a model')}, {len(marks)} marks, {along} "
-        f"{marks[0]} to {marks[-1]}"
+        f"{store}: {ds.attrs.get('model_class', 'a model')}, "
+        + (several if len(marks) > 1 else f"1 mark, {along} {marks[0]}")
     ]
     groups = [path.strip("/") for path, node in tree.subtree_with_keys if node.data_vars]
     groups = [path for path in groups if path not in (".", "", "heads")]

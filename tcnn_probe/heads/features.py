@@ -58,14 +58,17 @@ class Features:
         by_layer = {}
         for number, layer in enumerate(map(str, self.exists.layer.values)):
             exists = self.exists.values[..., number, :]
-            reasons = [] if exists.any() else ["nothing finite is recorded of it"]
+            causes = [self.missing.get(name.split(" ")[0], {}).get(layer) for name in self.names]
+            reasons = []
+            if not exists.any():
+                reason = next(filter(None, causes), "nothing finite is recorded of it")
+                reasons.append(f"what types follow from is not recorded ({reason})")
             undefined = (
                 ~np.isfinite(self.points[..., number, :, :])
                 & (exists & unlabelled[..., number, :])[..., None]
             )
-            for feature, name in enumerate(self.names):
+            for feature, (name, cause) in enumerate(zip(self.names, causes, strict=True)):
                 if undefined[..., feature].any():
-                    cause = self.missing.get(name.split(" ")[0], {}).get(layer)
                     reasons.append(f"{name} is not finite" + (f" ({cause})" if cause else ""))
             if reasons:
                 by_layer[layer] = "; ".join(reasons)

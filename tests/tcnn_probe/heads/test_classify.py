@@ -192,6 +192,17 @@ def test_without_a_grid_content_and_averages_are_known() -> None:
     }
 
 
+def test_the_reason_for_a_layer_without_parts_is_that_of_the_recording() -> None:
+    ds = recording([[[*HEADS.values()]] * 2])
+    for name in (*PARTS, *(f"{part}_halves" for part in PARTS), "selectivity"):
+        ds[name].values[:, 1] = NAN
+    ds.attrs["missing"] = json.dumps({"selectivity": {"b": "masks differ"}})
+    types = tcnn_probe.head_types(ds)
+    assert json.loads(types.attrs["unlabelled"]) == {
+        "b": "what types follow from is not recorded (masks differ)"
+    }
+
+
 def test_layers_whose_only_queries_are_class_tokens() -> None:
     ds = recording([[[*HEADS.values()][:3]] * 2])
     for name in (*PARTS, "selectivity"):
