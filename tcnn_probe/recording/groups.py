@@ -124,8 +124,13 @@ def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[L
             }
             if probe.runs:
                 variables |= COUNTS
-                values["images"] = np.array(float(total.images))
-                values["nonfinite_images"] = np.array(float(total.nonfinite))
+                # A probe may see fewer images than another: tokens of an unknown kind are in no
+                # class attention.
+                for count, seen in (
+                    ("images", total.images),
+                    ("nonfinite_images", total.nonfinite),
+                ):
+                    values[count] = np.maximum(values.get(count, 0.0), float(seen))
         probes = [layer.probe for layer in layers]
         entries.append(LayerValues.of(place, name, probes, variables, values, table, {}))
     return entries

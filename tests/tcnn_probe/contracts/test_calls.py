@@ -174,6 +174,17 @@ def test_calls_of_parts_are_one_forward(
         check_entropies(recorder, expected_entropies, mark)
 
 
+@pytest.mark.filterwarnings("ignore:no content_information")
+def test_images_of_a_part_called_by_hand_count() -> None:
+    """Its tokens are of an unknown kind, so that its class attention is of fewer images."""
+    model = vit()
+    with tcnn_probe.record(model) as recorder:
+        model.blocks[1](torch.randn(6, 36, 12))
+        model(images(4))
+        recorder.mark(epoch=0)
+    assert recorder.dataset.images.values.tolist() == [[4, 10]]
+
+
 def test_a_part_called_again_begins_a_forward() -> None:
     """Blocks are called on the same tokens again, without the patch embedding."""
     model, x = vit(), images()
