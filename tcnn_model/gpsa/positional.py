@@ -45,7 +45,7 @@ def traces_sizes() -> bool:
 
 def is_jit_tracing() -> bool:
     """Return whether torch.jit.trace is running."""
-    # Before torch 2.12 the second question cannot be compiled.
+    # torch 2.11 cannot compile the second question.
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 

@@ -68,7 +68,7 @@ class Root:
     def read(cls, place: Place) -> "Root | None":
         """Read the root at a place; None if the place is empty.
 
-        StoreError for something else, or a recording of another schema version.
+        StoreError for something else, a recording of another schema version, or damaged metadata.
         """
         text = place.root()
         return None if text is None else cls.parse(text, place)

@@ -79,6 +79,13 @@ def test_kernels_that_fail_are_not_used(
     assert calls.count == 1
 
 
+def test_want_of_memory_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "gated_attention", Calls(error=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        run()
+    assert trial._AGREED == {}
+
+
 @pytest.mark.parametrize(
     ("switch", "modern", "dtype", "count"),
     [
