@@ -103,6 +103,10 @@ class Pattern:
         entropy, images = rows[:, :queries], rows[:, queries : 2 * queries]
         return Sums(attention, entropy, images, rows[:, 2 * queries :])
 
+    def of_heads(self, heads: slice) -> "Pattern":
+        """Return the sums of some heads."""
+        return replace(self, attention=self.attention[:, heads], rows=self.rows[:, heads])
+
     def copy(self) -> "Pattern":
         """Return a pattern to which others can be added, in float64 (float32 on MPS)."""
         attention, rows = (

@@ -1,8 +1,9 @@
 """Softmax attention, fused or not, in any module. Its logits are computed part by part."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -90,6 +91,19 @@ class Logits(ABC):
             Shape (rows or 1, N_query or 1, N_key).
         """
         return None
+
+    @property
+    def joint_form(self) -> Hashable:
+        """What logits have in common that can be :meth:`joined`; None if these cannot be."""
+        return None
+
+    def kept(self) -> "Logits":
+        """Return logits with copies of what they are computed from."""
+        raise NotImplementedError
+
+    def joined(self, logits: "Sequence[Logits]") -> "Logits":
+        """Return the logits of the heads of several layers, of this one and others."""
+        raise NotImplementedError
 
     @property
     def on_kernel(self) -> bool:
@@ -191,6 +205,29 @@ class ProductLogits(Logits):
         self._scale = scale
         self._modification = modification
         self._mask = None if mask is None else mask.expand(self.shape)
+
+    @property
+    def joint_form(self) -> Hashable:
+        """All sizes but the number of heads; None with a mask or a modification."""
+        if self.masked:
+            return None
+        rows, _, queries, keys = self.shape
+        source = self.source
+        return rows, queries, keys, source.shape[-1], self._scale, source.dtype, source.device
+
+    def kept(self) -> "ProductLogits":
+        """Return logits of copies of the queries and keys."""
+        query, key = (
+            x.detach().clone(memory_format=torch.contiguous_format)
+            for x in (self._query, self._key)
+        )
+        return ProductLogits(query, key, self._scale, None)
+
+    def joined(self, logits: "Sequence[Logits]") -> "ProductLogits":
+        """Return the logits of the heads of several layers, see :class:`Logits`."""
+        sources = [(x._query, x._key) for x in logits if isinstance(x, ProductLogits)]
+        query, key = (torch.cat(tensors, 1) for tensors in zip(*sources, strict=True))
+        return ProductLogits(query, key, self._scale, None)
 
     @property
     def on_kernel(self) -> bool:
@@ -497,6 +534,42 @@ class SoftmaxAttention(Attention):
         if "visibility" not in self.shared:
             self.shared["visibility"] = find_visibility(self)
         return self.shared["visibility"]
+
+    @property
+    def is_small(self) -> bool:
+        """True if calls of torch take much of the time in which this attention is measured."""
+        return math.prod(self.shape) <= (_IN_CACHE if self.device.type == "cpu" else self.block)
+
+    @property
+    def joint_form(self) -> Hashable:
+        """What attentions have in common whose heads can be measured together, see :meth:`joined`;
+        None if this one has to be measured by itself.
+        """
+        form = self.logits.joint_form
+        if form is None or self.detailed or self.layout.is_video:
+            return None
+        tokens = self.class_query, self.distillation_query, self.first_patch_query
+        return form, self.images, self.windows, self.layout, *tokens
+
+    def kept(self) -> "SoftmaxAttention":
+        """Return an attention with copies of the logits' sources, and without values and outputs,
+        for when the layer has run.
+        """
+        return replace(
+            self,
+            logits=self.logits.kept(),
+            compare=None,
+            find_values=None,
+            find_outputs=None,
+            residual=None,
+        )
+
+    @staticmethod
+    def joined(attentions: "Sequence[SoftmaxAttention]") -> "SoftmaxAttention":
+        """Return an attention with the heads of several, which have one :attr:`joint_form`."""
+        first = attentions[0]
+        logits = first.logits.joined([attention.logits for attention in attentions])
+        return replace(first, logits=logits, shared={})
 
     def values(self) -> Tensor | None:
         """Return the values, see :class:`Attention`;

@@ -108,6 +108,7 @@ SOFTMAX = Probe(
     group="",
     attention=_statistics_of_softmax,
     maps=_maps,
+    waits=True,
 )
 
 
@@ -131,6 +132,7 @@ VIDEO = Probe(
     },
     group="",
     attention=_frame_distance,
+    waits=True,
 )
 
 
@@ -337,7 +339,7 @@ def _probe_of_token(
             dtype="float32",
         ),
     }
-    return Probe(kind, variables, group="", attention=numbers, maps=maps)
+    return Probe(kind, variables, group="", attention=numbers, maps=maps, waits=True)
 
 
 CLASS_ATTENTION = _probe_of_token(
@@ -418,4 +420,5 @@ ATTENTION_BY_CLASS = Probe(
     group="",
     attention=_numbers_of_classes,
     maps=_maps_of_classes,
+    waits=True,
 )

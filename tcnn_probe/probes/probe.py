@@ -116,6 +116,9 @@ class Probe:
             ["window",] "head", "y", "x"). In addition to these maps there may be numbers of each
             head, without "y" and "x".
         detailed: Whether ``attention`` needs :meth:`Attention.content_rows`.
+        waits: Whether ``attention`` and ``maps`` need no more of an attention than its logits and
+            layout, and treat heads alike. They may then be called when the layer has run, and
+            ``attention`` with the heads of several layers of one shape as those of one.
         coords: Labels along the probe's own dimensions, such as {"branch": ["attention", "mlp"]}; a
             layer with fewer values has the first labels.
 
@@ -136,6 +139,7 @@ class Probe:
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     detailed: bool = False
+    waits: bool = False
 
     def __post_init__(self) -> None:
         """Raise for a probe that would fail, or whose data would be lost,

@@ -4,7 +4,7 @@ of a model and adds up their measurements.
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_editor import run_with_gates
-from tcnn_probe.attention.layout import GivenTokens
+from tcnn_probe.attention.layout import GivenTokens, Layout
 from tcnn_probe.attention.patterns import Pattern
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
@@ -36,6 +38,8 @@ from tcnn_probe.recording.sums import EpochSums, Key
 __all__ = ["Collector"]
 
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
+# Size of the queries up to which attentions wait for others in a forward: 256 MiB.
+_WAITING = 1 << 28
 UNREACHED = "no image reached it before the mark of"
 
 
@@ -216,24 +220,72 @@ class Collector(AttentionListener):
         return is_measured
 
     def attends(self, attention: Attention) -> None:
-        """Measure an attention."""
+        """Measure an attention, or keep it to be measured with others."""
         if self._is_detailed:
             # All probes get a detailed attention, so that they share one pass over the logits.
             attention = replace(attention, detailed=True)
-        layer, layout = attention.name, attention.layout
-        for probe in self.attention_probes:
-            if probe.module_type is not None and not probe.applies_to(attention.module):
-                continue
+        if not self._may_wait(attention):
+            self._measure(attention, [attention])
+            return
+        assert isinstance(attention, SoftmaxAttention)
+        size = sum(x.source.nbytes for x in self._waiting.values())
+        # A layer may be called twice in a forward.
+        if attention.name in self._waiting or size > _WAITING:
+            self._measure_waiting()
+        self._waiting[attention.name] = attention.kept()
+
+    def _may_wait(self, attention: Attention) -> bool:
+        return (
+            isinstance(attention, SoftmaxAttention)
+            and attention.is_small
+            and all(probe.waits for probe in self._probes_of(attention.module))
+            and attention.joint_form is not None
+        )
+
+    def _measure_waiting(self) -> None:
+        """Measure the attentions that wait, those of one form as the heads of one layer."""
+        waiting = dict(self._waiting)
+        self._waiting.clear()
+        together: dict[Hashable, list[SoftmaxAttention]] = {}
+        for name, attention in waiting.items():
+            probes = self._probes_of(attention.module)
+            rooms = tuple((probe.kind, self._room(name, probe)) for probe in probes)
+            together.setdefault((attention.joint_form, rooms), []).append(attention)
+        for attentions in together.values():
+            names = ", ".join(attention.name for attention in attentions)
+            with named_in_errors(names), without_autocast(attentions[0].source):
+                self._measure(SoftmaxAttention.joined(attentions), attentions)
+
+    def _probes_of(self, module: nn.Module) -> list[Probe]:
+        return [
+            probe
+            for probe in self.attention_probes
+            if probe.module_type is None or probe.applies_to(module)
+        ]
+
+    def _measure(self, attention: Attention, layers: Sequence[Attention]) -> None:
+        """Measure an attention whose heads are those of one or more layers."""
+        for probe in self._probes_of(attention.module):
             assert probe.attention is not None
-            room = self._room(layer, probe)
+            room = self._room(attention.name, probe)
             # Probes share what an attention has computed, unless their limits differ.
             limited = attention if room is None else replace(attention, limit=room)
             try:
-                measured = probe.attention(limited)
+                measured = check_measured(probe, probe.attention(limited), by_image=True)
             except NotMeasuredError as reason:
-                self.note_missing(layer, probe.variables, str(reason))
-            else:
-                self._keep(probe, measured, limited)
+                for layer in layers:
+                    self.note_missing(layer.name, probe.variables, str(reason))
+                continue
+            end = 0
+            for layer in layers:
+                own = measured
+                if len(layers) > 1:
+                    own = _of_heads(probe, measured, slice(end, end := end + layer.heads))
+                self._keep(probe, own, replace(layer, limit=room))
+        for layer in layers:
+            self._note_tokens(layer.name, layer.layout)
+
+    def _note_tokens(self, layer: str, layout: Layout) -> None:
         if layout.advice:
             self.advice[layer] = layout.advice
         if layout.reason:
@@ -263,7 +315,8 @@ class Collector(AttentionListener):
                     module, layer, inputs, output, parts, limit, verification
                 )
                 measure = partial(probe.measure, measured_call)
-                self._keep(probe, run_with_gates(module, measure), measured_call)
+                measured = check_measured(probe, run_with_gates(module, measure), by_image=True)
+                self._keep(probe, measured, measured_call)
         # Calls of the parts are dropped: their tensors may be large, and the next call of the
         # module has new ones.
         for part in submodules.values():
@@ -271,8 +324,11 @@ class Collector(AttentionListener):
 
     def ends(self, layers: Collection[str], output: Any) -> None:
         """Add the measurements of the forward, unless the epoch was marked meanwhile."""
-        pending = self._pending
-        self._clear()
+        try:
+            self._measure_waiting()
+            pending = self._pending
+        finally:
+            self._clear()
         with self.lock:
             if not self.forwards.belongs_to_epoch:
                 return
@@ -366,6 +422,7 @@ class Collector(AttentionListener):
         return bool(self.attention_probes) or any(layer.probe.runs for layer in self._all())
 
     def _clear(self) -> None:
+        self._waiting: dict[str, SoftmaxAttention] = {}  # by layer
         self._pending: list[Measured] = []
         self._calls: dict[nn.Module, ForwardCall] = {}
         self._pending_images: Counter[Key] = Counter()
@@ -398,7 +455,7 @@ class Collector(AttentionListener):
         """Keep the measurements of a call, with the maps of chosen images,
         until the forward ends.
         """
-        if not check_measured(probe, measured, by_image=True):
+        if not measured:
             return
         layer, patterns, values, images = call.name, {}, {}, 0
         for name, value in measured.items():
@@ -530,3 +587,19 @@ class Collector(AttentionListener):
                 self.note_missing(layer, probe.class_variables, reason)
         numbers = [measured.before + number for number in measured.numbers]
         self.sums.add_maps(measured.key, probe, numbers, maps)
+
+
+def _of_heads(
+    probe: Probe, measured: Mapping[str, Tensor | Pattern], heads: slice
+) -> dict[str, Tensor | Pattern]:
+    """Return the measurements of some heads; those that do not depend on heads are kept."""
+    own: dict[str, Tensor | Pattern] = {}
+    for name, value in measured.items():
+        dims = probe.variables[name].dims
+        if isinstance(value, Pattern):
+            own[name] = value.of_heads(heads)
+        elif "head" in dims:
+            own[name] = value.narrow(dims.index("head"), heads.start, heads.stop - heads.start)
+        else:
+            own[name] = value
+    return own

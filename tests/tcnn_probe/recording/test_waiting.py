@@ -1,0 +1,116 @@
+"""Layers of one shape that are measured together have the numbers of those measured alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_probe.attention import softmax
+from tcnn_probe.attention.softmax import SoftmaxAttention
+
+
+def _vit(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"img_size": 35, "patch_size": 7, "embed_dim": 12, "depth": 3, "num_heads": 3}
+    return timm.models.VisionTransformer(**sizes, **options, num_classes=5).double()
+
+
+class HeadsByLayer(nn.Module):
+    """Two layers of two and three heads with queries of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 30, 7, 7)
+        self.layers = nn.ModuleList(_Layer(heads) for heads in (2, 3, 2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.mean(1)
+
+
+class _Layer(nn.Module):
+    """Attention that overwrites its queries afterwards."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(30, 3 * 5 * heads)
+        self.proj = nn.Linear(5 * heads, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 5)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v)
+        q.zero_()
+        k.zero_()
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
+class SharedLayer(nn.Module):
+    """A layer that runs twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 30, 7, 7)
+        self.layer = _Layer(3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        return (x + self.layer(self.layer(x))).mean(1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "class token": _vit,
+    "registers": lambda: _vit(reg_tokens=2),
+    "no class token": lambda: _vit(class_token=False, global_pool="avg"),
+    "heads by layer": lambda: HeadsByLayer().double(),
+    "shared layer": lambda: SharedLayer().double(),
+}
+
+
+def _record(model: nn.Module, **options: Any) -> xr.Dataset:
+    model.eval()
+    images = torch.randn(7, 3, 35, 35, dtype=torch.float64, generator=torch.manual_seed(1))
+    with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
+        for batch in images.split(4):
+            model(batch)
+        recorder.mark(epoch=0)
+    return recorder.dataset.load()
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("options", [{}, {"images": [0, 5], "max_images": 6}], ids=["all", "six"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_together_equal_layers_alone(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]()
+    together = _record(model, **options)
+    monkeypatch.setattr(SoftmaxAttention, "is_small", False)
+    alone = _record(model, **options)
+    assert together.attrs["missing"] == alone.attrs["missing"]
+    xr.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-12)
+    entropies = together.entropy.values[np.isfinite(together.entropy.values)]
+    assert len(set(entropies.round(9))) == entropies.size  # of different heads and layers
+
+
+@pytest.mark.parametrize(("device_limit", "passes"), [(1 << 28, 2), (1, 6)])
+def test_layers_of_one_shape_take_one_pass(
+    device_limit: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    measure = softmax.measure_softmax
+    monkeypatch.setattr(
+        softmax, "measure_softmax", lambda attention: measured.append(0) or measure(attention)
+    )
+    monkeypatch.setattr("tcnn_probe.recording.collector._WAITING", device_limit)
+    _record(_vit())
+    assert len(measured) == passes
