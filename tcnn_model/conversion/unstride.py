@@ -140,9 +140,10 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
     """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided
     output.
     """
-    # Devices are given explicitly, because the caller may have set torch.set_default_device.
+    # Device and dtype are given explicitly, because the caller may have set other defaults.
     generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1, _channels(strided), pixels, pixels, generator=generator, device="cpu")
+    shape = 1, _channels(strided), pixels, pixels
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     sparse = _run(call, strided, x)
     dense = _run(call, at_unit_stride(call, strided), x)
     height, width = sparse.shape[2:]

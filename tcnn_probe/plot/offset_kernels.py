@@ -82,7 +82,8 @@ def offset_kernels(
     heads = kernels.sizes["head"]
     # Inches: kernels of a third of an inch are legible, and 16 of them are as wide as a page.
     side = min(0.6, max(0.34, 9 / heads))
-    axes = axes_without_data(ax, side * heads + 1.4, side * len(rows) + 0.9)
+    # The caption needs four inches.
+    axes = axes_without_data(ax, max(4.4, side * heads + 1.4), side * len(rows) + 0.9)
     # The place of the offset 0.
     query = [
         int(np.flatnonzero(kernels[dim].values == 0)[0])

@@ -276,12 +276,13 @@ class Collector(AttentionListener):
                 for layer in layers:
                     self.note_missing(layer.name, probe.variables, str(reason))
                 continue
+            if len(layers) == 1:
+                self._keep(probe, measured, limited)
+                continue
             end = 0
-            for layer in layers:
-                own = measured
-                if len(layers) > 1:
-                    own = _of_heads(probe, measured, slice(end, end := end + layer.heads))
-                self._keep(probe, own, replace(layer, limit=room))
+            for layer in layers if measured else ():
+                own = _of_heads(probe, measured, slice(end, end := end + layer.heads))
+                self._keep(probe, own, layer if room is None else replace(layer, limit=room))
         for layer in layers:
             self._note_tokens(layer.name, layer.layout)
 

@@ -355,3 +355,12 @@ def test_a_stage_without_a_stride_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)
     with pytest.raises(ValueError, match=r"no stride to remove: neither 2\.0, 2\.1 nor"):
         unstride(model, layers="2")
+
+
+def test_the_callers_default_dtype_changes_nothing() -> None:
+    model = tiny_cnn()
+    torch.set_default_dtype(torch.float64)
+    try:
+        unstride(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
