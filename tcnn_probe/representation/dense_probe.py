@@ -7,7 +7,7 @@ import xarray as xr
 from numpy.typing import ArrayLike
 
 from tcnn_probe.extras import needed_for
-from tcnn_probe.representation.arrays import feature_matrix
+from tcnn_probe.representation.arrays import as_array, feature_matrix
 
 __all__ = ["dense_probe", "layer_dense_probe"]
 
@@ -82,7 +82,7 @@ def dense_probe(
         train_cells[cell], classes[label_index], **weights
     )
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
-    groups = len(np.asarray(masks)) if by_image else 1
+    groups = len(as_array(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
     # With a column for each image and class, jaccard_score is called once instead of once for each
     # image.
@@ -147,7 +147,7 @@ def _cells(features: ArrayLike, masks: ArrayLike, prefix: str) -> tuple[np.ndarr
     """Return features of the cells, (cells, C),
     and the classes of their pixels, (cells, pixels of a cell).
     """
-    maps, classes = np.asarray(features, dtype=np.float64), np.asarray(masks)
+    maps, classes = as_array(features, np.float64), as_array(masks)
     if maps.ndim != 4 or classes.shape[:1] != maps.shape[:1] or classes.ndim != 3:
         expected = f"expected {prefix}features (n, C, h, w) and {prefix}masks (n, H, W)"
         raise ValueError(f"{expected}, got the shapes {maps.shape} and {classes.shape}")

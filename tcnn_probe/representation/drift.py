@@ -4,6 +4,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
+from tcnn_probe.representation.arrays import as_array
 from tcnn_probe.representation.by_layer import (
     load_features,
     own_channels,
@@ -48,7 +49,7 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
     Raises:
         ValueError: There are fewer than two patches, or the numbers of images or patches differ.
     """
-    x, y = np.asarray(tokens, np.float64), np.asarray(others, np.float64)
+    x, y = as_array(tokens, np.float64), as_array(others, np.float64)
     if x.ndim < 2 or x.shape[-2] < 2 or x.shape[:-1] != y.shape[:-1]:
         raise ValueError(
             "expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got "

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tcnn_probe.extras import needed_for
-from tcnn_probe.representation.arrays import feature_matrix, label_vector
+from tcnn_probe.representation.arrays import as_array, feature_matrix, label_vector
 
 __all__ = ["average_precision", "knn_correct"]
 
@@ -174,7 +174,7 @@ def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
     with needed_for("a search for neighbours"):
         from scipy.special import logit
 
-    p = np.asarray(probabilities, dtype=np.float64)
+    p = as_array(probabilities, np.float64)
     if p.ndim != 2 or len(p) != len(queries) or not ((p >= 0) & (p <= 1)).all():
         raise ValueError(
             f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}"

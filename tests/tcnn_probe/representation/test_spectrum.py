@@ -55,3 +55,9 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
         match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)",
     ):
         token_cosine(x[:, :1])
+
+
+def test_tensors_with_gradients_and_in_half_precision_are_read() -> None:
+    features = torch.randn(7, 5, dtype=torch.bfloat16).requires_grad_()
+    expected = participation_ratio(features.detach().double().numpy())
+    assert participation_ratio(features) == expected
