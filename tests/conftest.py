@@ -2,6 +2,7 @@
 marks, and time saved on garbage collection and fsync.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -78,8 +79,11 @@ pytest_collectreport = pytest_runtest_logreport
 
 
 def pytest_collection_finish() -> None:
-    """Enable garbage collection again after collection."""
+    """Enable garbage collection again after collection, without the objects that stay."""
+    gc.freeze()
     gc.enable()
+    # At the end, extensions report what is left as leaks.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")
