@@ -81,7 +81,10 @@ HOOKS_INSIDE = [
     for case in GIVEN
     if case[0] == "in place" or (case[0] == "wrapper" and case[1] != "compiled first")
 ]
-ACCEPTED = [case for case in GIVEN if not (HAS_COUNT and case[2] and case in HOOKS_INSIDE)]
+# A whole graph shows all that one in parts shows, but torch 2.15 refuses it with hooks inside.
+ACCEPTED = [
+    case for case in GIVEN if (not (case[2] and HAS_COUNT) if case in HOOKS_INSIDE else case[2])
+]
 
 
 def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, int]:
@@ -147,8 +150,9 @@ def test_whole_graphs_with_the_hooks_inside_are_refused(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global")
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "fullgraph"), [*((way, True) for way in WAYS), ("in place", False)]
+)
 def test_compiled_models_are_mapped_explained_and_ablated(way: str, fullgraph: bool) -> None:
     plain, x, backend = vit(), images(), Counting()
     model = compiled(vit(), way, backend=backend, fullgraph=fullgraph)
