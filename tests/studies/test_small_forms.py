@@ -75,6 +75,8 @@ def gradients_watched(stuck: list[str]) -> Iterator[None]:
     def before_step(optimizer: Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if id(parameter) in moved:
+                    continue
                 name = f"{group.get('name', 'parameters')} {tuple(parameter.shape)}"
                 # The tensor is kept, because the id of one that is gone may be given again.
                 watched[id(parameter)] = parameter, name
