@@ -44,7 +44,7 @@ def groups(arguments: argparse.Namespace) -> dict[str, Group]:
     sizes = {"image": arguments.images, "head": heads, "y": side, "x": side}
     return {
         "": Group({**numbers, **COUNTS}, layers, {"head": heads}),
-        f"maps/{heads}x{side}x{side}": Group(maps, layers, sizes, maps=True),
+        f"maps/{heads}x{side}x{side}": Group(maps, layers, sizes),
     }
 
 

@@ -77,11 +77,13 @@ class Group:
     layers: Mapping[str, Mapping[str, Any]]
     # Length of each further dimension, such as {"head": 6}.
     sizes: Mapping[str, int] = field(default_factory=dict)
-    # Whether the variables are maps, which are much larger than numbers and have one shard for each
-    # mark.
-    maps: bool = False
     # Labels along some dimensions; others count from 0.
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def maps(self) -> bool:
+        """Whether the variables are maps of single images, much larger than numbers."""
+        return any("image" in variable.dims for variable in self.variables.values())
 
     def shape(self, variable: str) -> tuple[int, ...]:
         """Return the lengths of a variable's dimensions, except that of the marks."""
@@ -95,7 +97,6 @@ class Group:
         layers: dict[str, Mapping[str, Any]] = {}
         sizes: dict[str, int] = {}
         coords: dict[str, Sequence[Any]] = {}
-        maps = False
         for group in groups:
             variables |= group.variables
             for layer, table in group.layers.items():
@@ -105,8 +106,7 @@ class Group:
             # The labels of the layer with more of them begin with those of the others.
             for dim, labels in group.coords.items():
                 coords[dim] = max(coords.get(dim, ()), labels, key=len)
-            maps |= group.maps
-        return cls(variables, layers, sizes, maps, coords)
+        return cls(variables, layers, sizes, coords)
 
 
 COUNTS: dict[str, Variable] = {

@@ -56,8 +56,6 @@ class LayerValues(Group):
         values: Mapping[str, np.ndarray],
         table: Mapping[str, Any],
         coords: Mapping[str, Sequence[Any]],
-        *,
-        maps: bool = False,
     ) -> "LayerValues":
         """Return the values of a layer, with sizes that follow from them.
 
@@ -69,7 +67,6 @@ class LayerValues(Group):
             values: Values of those that were measured.
             table: Entries of the layer table.
             coords: Labels along dimensions, in addition to those of the probes.
-            maps: Whether the values are maps.
 
         Raises:
             ValueError: Values of the layer have other dimensions, or several sizes along one.
@@ -90,10 +87,8 @@ class LayerValues(Group):
         labels = {
             dim: labels for probe in probes for dim, labels in probe.coords.items() if dim in sizes
         }
-        return cls(
-            variables, {layer: table}, sizes, maps, {**labels, **coords},
-            place, layer, values,
-        )  # fmt: skip
+        coords = {**labels, **coords}
+        return cls(variables, {layer: table}, sizes, coords, place, layer, values)
 
     @property
     def has_run(self) -> bool:
@@ -168,12 +163,10 @@ def map_values(collector: Collector) -> list[LayerValues]:
                 if sampling.classes:
                     coords["class"] = sampling.classes
             if rows:
+                about = variables[place]
                 entries.append(
-                    LayerValues.of(
-                        place, layer.name, [probe], variables[place], rows, table,
-                        coords, maps=True,
-                    )
-                )  # fmt: skip
+                    LayerValues.of(place, layer.name, [probe], about, rows, table, coords)
+                )
     return entries
 
 

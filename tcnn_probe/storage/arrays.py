@@ -18,7 +18,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from tcnn_probe.schema import COORDINATES, Variable
 
-__all__ = ["chunk_shape", "require_labels", "require_variable", "write_rows"]
+__all__ = ["chunk_shape", "create_variable", "write_labels", "write_rows"]
 
 # A chunk of numbers is rewritten with each mark, so it stays small; one of maps is read whole.
 REWRITTEN_BYTES = 256 * 2**10
@@ -45,45 +45,34 @@ def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (min(max(marks, 1), MOST_MARKS), *sizes)
 
 
-def require_variable(
-    group: zarr.Group,
-    name: str,
+def create_variable(
+    top: zarr.Group,
+    path: str,
     variable: Variable,
-    row: Sequence[int],
+    shape: tuple[int, ...],
     along: str,
-    marks: int,
-    stored: Any = None,
-    *,
-    maps: bool = False,
+    before: Any = None,
 ) -> zarr.Array[Any]:
-    """Return the stored array over the marks; if there is none,
-    create it with fill values for the marks so far.
-    """
-    if stored is not None:
-        return stored
-    dtype = np.dtype(variable.dtype)
+    """Create an array over the marks, with values for those before; None stands for fill values."""
+    dtype, is_map = np.dtype(variable.dtype), "image" in variable.dims
     fill_value: Any = np.nan if dtype.kind == "f" else -1
-    array = group.create_array(
-        name,
-        shape=(marks, *row),
-        chunks=chunk_shape(row, dtype.itemsize),
+    array = top.create_array(
+        path,
+        shape=shape,
+        chunks=chunk_shape(shape[1:], dtype.itemsize),
         dtype=dtype,
         fill_value=fill_value,
         dimension_names=(along, *variable.dims),
         attributes={key: value for key, value in variable.attrs.items() if value},
-        compressors=_COMPRESSED if maps else _CHECKED,
+        compressors=_COMPRESSED if is_map else _CHECKED,
     )
-    if marks:
-        array[:] = fill_value
+    if shape[0]:
+        array[:] = fill_value if before is None else before
     return array
 
 
-def require_labels(
-    group: zarr.Group, name: str, labels: Sequence[Any], stored: Any, *, changed: bool
-) -> None:
-    """Create the labels along a dimension; those
-    that are stored are written again if they have changed.
-    """
+def write_labels(group: zarr.Group, name: str, labels: Sequence[Any], stored: Any) -> None:
+    """Write the labels along a dimension, which are created if None are stored."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
     if stored is None:
@@ -99,13 +88,10 @@ def require_labels(
             attributes={"long_name": name, **COORDINATES.get(name, {})},
             compressors=_CHECKED,
         )
-        return
-    # A killed mark may have added labels.
-    if stored.shape != values.shape:
+    elif values.dtype.itemsize > np.dtype(stored.dtype).itemsize:
+        raise ValueError(f"expected shorter names than {max(labels, key=len)!r}")
+    else:
         stored.resize(values.shape)
-    if changed:
-        if values.dtype.itemsize > np.dtype(stored.dtype).itemsize:
-            raise ValueError(f"expected shorter names than {max(labels, key=len)!r}")
         stored[:] = values.astype(stored.dtype)
 
 

@@ -4,9 +4,7 @@ a lock for one writer, and creation and replacement by renaming.
 
 import asyncio
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,23 +16,13 @@ from zarr.storage import LocalStore
 
 from tcnn_probe.schema import StoreError
 
-__all__ = [
-    "LOCK",
-    "DurableStore",
-    "delete_unfinished",
-    "lock",
-    "new_directory",
-    "restore",
-]
-
-LOCK = ".tcnn_probe.lock"
+__all__ = ["DurableStore", "delete_unfinished", "new_directory", "release", "restore", "take_lock"]
 
 
 class DurableStore(LocalStore):
     """Directory store whose ``set`` returns only when the object is on the disk under its name.
 
-    zarr's own store leaves this to the operating system, which may take half a minute. The
-    directory itself is never created here, so that a mark fails if it was deleted meanwhile.
+    zarr's own store leaves this to the operating system, which may take half a minute.
     """
 
     def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
@@ -49,21 +37,13 @@ class DurableStore(LocalStore):
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
 
     def _write(self, path: Path, data: bytes) -> None:
-        changed = {path.parent}
-        for folder in () if path.parent.is_dir() else reversed(path.parents):
-            if self.root in folder.parents:
-                with suppress(FileExistsError):
-                    folder.mkdir()
-                    changed.add(folder.parent)
         # Through a linked folder the file would be written outside the recording.
         if os.path.realpath(path.parent) != str(path.parent):
             raise StoreError(
                 f"expected folders on the way to {path}, got a link: it is not followed"
             )
+        make_folder(path.parent, self.root)
         write_file(path, data)
-        for folder in changed:
-            # A new name is on the disk once its folder is.
-            sync_folder(folder)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -82,6 +62,18 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Create a folder and those around it, and wait until their names are on the disk.
+
+    The folder ``root`` is not created: a recording that was deleted meanwhile is not begun again.
+    """
+    if folder != root and not folder.is_dir():
+        make_folder(folder.parent, root)
+        folder.mkdir(exist_ok=True)  # other chunks are written at the same time
+        sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -93,97 +85,81 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def lock(directory: Path, name: str) -> FileLock:
-    """Take the lock of a directory for one writer;
+def take_lock(directory: Path) -> FileLock:
+    """Take the lock of a directory, which may not exist yet, for one writer;
     the system releases it when the process ends, in whatever way.
 
-    StoreError if another recorder holds it. Forked processes do not inherit it.
+    It lies beside the directory, and so outlasts a replacement. Forked processes do not inherit it.
+    StoreError if another recorder holds it.
     """
-    held = FileLock(directory / LOCK, timeout=0, thread_local=False)
+    make_folder(directory.parent)
+    held = FileLock(_beside(directory, "lock"), timeout=0, thread_local=False)
     try:
         held.acquire()
     except Timeout:
-        raise StoreError(f"{name} is being written by another recorder: one at a time") from None
+        raise StoreError(
+            f"{directory} is being written by another recorder: one at a time"
+        ) from None
     return held
 
 
+def release(held: FileLock) -> None:
+    """Release a lock; in a forked process, which does not hold it, do nothing."""
+    if held.is_locked:
+        # Deleted while it is held, because afterwards it could belong to the next holder.
+        with suppress(OSError):
+            Path(held.lock_file).unlink()
+        held.release()
+
+
 @contextmanager
-def new_directory(
-    directory: Path, *, replace: bool = False
-) -> Iterator[tuple[DurableStore, FileLock]]:
-    """Create a directory under a temporary name and rename it at the end, with its lock still held.
+def new_directory(directory: Path, *, replace: bool) -> Iterator[DurableStore]:
+    """Create a directory, whose lock is held, under a temporary name and rename it at the end.
 
-    After an exception the directory is as before. A kill leaves a folder beside it, which the next
-    attempt deletes; if it comes between the two renamings of a replacement, :func:`restore` renames
-    the old directory back.
-
-    Args:
-        directory: Final path of the directory.
-        replace: Whether to replace the existing directory of this path.
-
-    Raises:
-        StoreError: Another recorder has created the directory meanwhile, or writes to the one to be
-            replaced.
+    After an exception the directory is as before. A kill leaves a folder beside it, which
+    :func:`delete_unfinished` deletes; if it comes between the two renamings of a replacement,
+    :func:`restore` renames the old directory back.
     """
-    missing = [folder for folder in directory.parents if not folder.exists()]
-    filled = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
-    replaced = filled.with_suffix(".old")
-    # The lock comes first, so that nothing is created beside a recording that is being written.
-    old = lock(directory, directory.name) if replace else None
-    new: FileLock | None = None
+    filled, replaced = _beside(directory, "init"), _beside(directory, "old")
+    filled.mkdir()
     try:
-        delete_unfinished(directory)
-        filled.mkdir(parents=True)
-        new = lock(filled, directory.name)
-        yield DurableStore(filled), new
-        if old is not None:
+        yield DurableStore(filled)
+        if replace and directory.exists():
             os.replace(directory, replaced)
-        try:
-            os.replace(filled, directory)
-        except OSError as error:
-            raise StoreError(
-                f"another recorder writes here: {directory.name} was created in the meantime"
-            ) from error
+        os.replace(filled, directory)
         filled = directory
-        for folder in (directory, *missing):
-            sync_folder(folder.parent)
+        sync_folder(directory.parent)
     except BaseException:
         # The new recording is not announced yet, so the old one is restored.
-        if new is not None:
-            new.release()
         shutil.rmtree(filled, ignore_errors=True)
         if replaced.exists():
             os.replace(replaced, directory)
         raise
-    finally:
-        if old is not None:
-            old.release()
     delete_unfinished(directory)
 
 
 def delete_unfinished(directory: Path) -> None:
-    """Delete temporary folders of killed runs that were creating or replacing this directory."""
-    replaced = _beside(directory, "old") if directory.exists() else []
-    for folder in [*_beside(directory, "init"), *replaced]:
-        with suppress(StoreError, OSError):  # the run that fills the folder is alive
-            lock(folder, folder.name).release()
-            shutil.rmtree(folder, ignore_errors=True)
+    """Delete what killed runs that were creating or replacing this directory left beside it.
+
+    The lock is held, and :func:`restore` has been called.
+    """
+    for name in ("init", "old"):
+        shutil.rmtree(_beside(directory, name), ignore_errors=True)
 
 
 def restore(directory: Path) -> None:
-    """Rename a directory back that a killed run was replacing."""
-    for folder in () if directory.exists() else _beside(directory, "old"):
-        with suppress(StoreError, OSError):  # another run is replacing it now
-            held = lock(folder, folder.name)
-            os.replace(folder, directory)
-            held.release()
+    """Rename a directory back that a killed run was replacing.
+
+    StoreError if another recorder is replacing it now.
+    """
+    replaced = _beside(directory, "old")
+    if replaced.exists() and not directory.exists():
+        held = take_lock(directory)
+        try:
+            os.replace(replaced, directory)
+        finally:
+            release(held)
 
 
-def _beside(directory: Path, suffix: str) -> list[Path]:
-    """Return the temporary folders of a directory's runs, which lie beside it."""
-    pattern = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{32}}\.{suffix}")
-    try:
-        folders = [*directory.parent.iterdir()]
-    except OSError:  # the parent does not exist, or cannot be listed
-        return []
-    return [folder for folder in folders if pattern.fullmatch(folder.name)]
+def _beside(directory: Path, name: str) -> Path:
+    return directory.with_name(f".{directory.name}.tcnn_probe.{name}")

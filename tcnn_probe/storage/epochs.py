@@ -4,7 +4,7 @@ extended mark by mark, read and closed.
 
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -15,14 +15,14 @@ from zarr.buffer import default_buffer_prototype
 from tcnn_probe.schema import COORDINATES, SCHEMA_VERSION, Group, StoreError
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.directory import (
-    LOCK,
     delete_unfinished,
-    lock,
     new_directory,
+    release,
     restore,
+    take_lock,
 )
 from tcnn_probe.storage.marks import Mark, write_mark
-from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, keys_of, run
+from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, listed, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
 from tcnn_probe.storage.root import ALONG, GIVEN, HEADS, IDENTITY, VERSION, Root, join
 
@@ -30,8 +30,9 @@ __all__ = ["EpochStore", "Mode"]
 
 Mode = Literal["a", "w", "x"]
 
-# A writer that was killed may leave it.
-PARTIAL_ROOT = f".{ROOT}.partial"
+# What a recording has at its top beside arrays and groups: the root, a root that a killed writer
+# has not finished, the mark of an unfinished recording, and the lock of earlier versions.
+_OWN_FILES = {ROOT, f".{ROOT}.partial", UNFINISHED, ".tcnn_probe.lock"}
 
 
 class EpochStore:
@@ -47,22 +48,17 @@ class EpochStore:
     def __init__(self, target: Target, *, along: str = "epoch", mode: Mode = "a") -> None:
         self._place = find(target)
         self._along = along
-        directory = self._place.directory
-        if directory is not None:
+        if self._place.directory is not None:
             # This comes first: a run that was killed may have left the recording under a temporary
             # name.
-            restore(directory)
-        self._root = Root.read(self._place)
-        if self._root is not None and mode == "x":
+            restore(self._place.directory)
+        root = Root.read(self._place)
+        if root is not None and mode == "x":
             raise StoreError(
                 f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
             )
-        self._replaces = self._root is not None and mode == "w"
-        if self._replaces:
-            # The check is made here and again at the first mark, which comes only after an epoch of
-            # training.
-            _check_replaceable(self._place)
-            self._root = None
+        self._replaces = root is not None and mode == "w"
+        self._root = None if self._replaces else root
         self._place.check_writable()
         self._marks = () if self._root is None else self._resumed(self._root)
         self._lock: FileLock | None = None
@@ -95,30 +91,26 @@ class EpochStore:
         return self._marks
 
     def hold(self) -> None:
-        """Take the lock of an existing recording; for a new recording, :meth:`append` takes it.
+        """Take the lock of a recording that is there; :meth:`append` takes that of a new one.
 
-        The lock of a recording that will be replaced is not kept: this only checks that no other
-        recorder holds it. StoreError if another recorder holds the lock, or if the recording has
-        changed since this store read or wrote it.
+        StoreError if another recorder holds the lock; if the recording has changed since this store
+        read or wrote it; or if it is to be replaced, and its place holds anything else.
         """
+        if self._root is not None or self._replaces:
+            self._take_lock()
+
+    def _take_lock(self) -> None:
         directory = self._place.directory
-        if self._root is None:
-            if self._replaces and directory is not None:
-                self._replaces = directory.exists()  # it may have been deleted meanwhile
-                if self._replaces:
-                    lock(directory, self._place.name).release()
+        if directory is None or (self._lock and self._lock.is_locked):
+            self._check_unchanged()
             return
-        self._check_unchanged()  # before a lock file is created
-        if directory is not None and not (self._lock and self._lock.is_locked):
-            self._lock = lock(directory, self._place.name)
-            try:
-                # This is checked again, because the former holder of the lock may have added a
-                # mark.
-                self._check_unchanged()
-            except BaseException:
-                self._lock.release()
-                raise
-            delete_unfinished(directory)
+        self._lock = take_lock(directory)
+        try:
+            self._check_unchanged()
+        except BaseException:
+            release(self._lock)
+            raise
+        delete_unfinished(directory)
 
     def append(
         self,
@@ -150,93 +142,62 @@ class EpochStore:
         if self._closed:
             raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         self.check_order(mark)
-        mark = self._as_stored(mark)
-        self.hold()
+        if self._marks:
+            mark = type(self._marks[-1])(mark)
         rows = self._rows(groups, values, scalars)
-        # A retry of a mark whose failure came after its commit finds this root.
+        self._take_lock()
+        fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: self._along}
+        # The user's attributes come first, so that they cannot replace the fixed ones.
+        attrs = {**(attrs or {}), **(fixed if self._root is None else {})}
+        marks = (*self._marks, mark)
         with self._place_to_write() as store:
-            self._attempted = write_mark(
-                store,
-                self._root,
-                self._along,
-                [*self._marks, mark],
-                groups,
-                rows,
-                # The user's attributes come first, so that they cannot replace the fixed ones.
-                {**(attrs or {}), **self._fixed()},
-            )
+            # A retry of a mark whose failure came after its commit finds this root.
+            self._attempted = write_mark(store, self._root, self._along, marks, groups, rows, attrs)
             run(store.commit())
+        self._replaces = False
         self._root = Root.parse(self._attempted, self._place)
-        self._marks = (*self._marks, mark)
+        self._marks = marks
 
     @contextmanager
     def _place_to_write(self) -> Iterator[CheckedStore]:
         """Give the store to write a mark to: for the first one,
         an empty one that takes the recording's place.
         """
+        store = self._place.store
         if self._root is not None:
             yield self._root.checked(self._place, writes=True)
-            return
-        if self._replaces:
-            _check_replaceable(self._place)  # again, as an epoch may have passed
-        if self._place.directory is not None:
-            new = new_directory(self._place.directory, replace=self._replaces)
-            with new as (folder, held):
+        elif self._place.directory is not None:
+            with new_directory(self._place.directory, replace=self._replaces) as folder:
                 yield CheckedStore(folder, {})
-            self._lock = held
-            self._replaces = False
-            return
-        store = self._place.store
-        if not self._replaces and self._place.root() not in (None, self._attempted):
-            raise StoreError(
-                f"another recorder writes to {self._place.name}: it was created in the meantime"
-            )
-        run(store.set(UNFINISHED, default_buffer_prototype().buffer.from_bytes(b"")))
-        if self._replaces:
-            # The root goes first, so that no reader opens the rest.
-            run(store.delete(ROOT))
-            for key in keys_of(store):
-                if key != UNFINISHED:
-                    run(store.delete(key))
-            self._replaces = False
-        yield CheckedStore(store, {})
-        run(store.delete(UNFINISHED))
+        else:
+            run(store.set(UNFINISHED, default_buffer_prototype().buffer.from_bytes(b"")))
+            if self._replaces:
+                # The root goes first, so that no reader opens the rest.
+                run(store.delete(ROOT))
+                for key in listed(store.list):
+                    if key != UNFINISHED:
+                        run(store.delete(key))
+                self._replaces = False
+            yield CheckedStore(store, {})
+            run(store.delete(UNFINISHED))
 
     def close(self) -> None:
         """Release the lock. The recording can still be read. This may be called more than once."""
         self._closed = True
-        if self._lock is not None and self._lock.is_locked:
-            # Deleted while it is held, because afterwards it could belong to the next holder.
-            with suppress(OSError):
-                (self._place.directory / LOCK).unlink()  # type: ignore[operator]
-            self._lock.release()
+        if self._lock is not None:
+            release(self._lock)
 
     def dataset(self) -> xr.Dataset:
         """Open the root group with the committed marks; values are read lazily."""
-        return open_dataset(self._existing().checked(self._place))
+        assert self._root is not None
+        return open_dataset(self._root.checked(self._place))
 
     def tree(self) -> xr.DataTree:
         """Open all groups, as :func:`open_recording` does,
         with the committed marks; values are read lazily.
         """
-        return open_tree(self._existing().checked(self._place))
-
-    def _fixed(self) -> dict[str, Any]:
-        """Return the attributes of the root that every recording has;
-        none for one that has its own.
-        """
-        if self._root is not None:
-            return {}
-        return {
-            IDENTITY: uuid.uuid4().hex,
-            VERSION: SCHEMA_VERSION,
-            ALONG: self._along,
-        }
-
-    def _existing(self) -> Root:
-        if self._root is None:
-            raise StoreError(f"{self._place.name} holds nothing yet: append() comes first")
-        return self._root
+        assert self._root is not None
+        return open_tree(self._root.checked(self._place))
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
         """Return the marks of a recording that will be continued."""
@@ -260,38 +221,43 @@ class EpochStore:
         The exception is a root of our own whose write was reported as failed: its mark will be
         written again.
         """
-        text, root = self._place.root(), self._existing()
+        if self._replaces:
+            # This is checked here twice: before an epoch of training, and after it.
+            _check_replaceable(self._place)
+            return
+        text = self._place.root()
+        if text == (None if self._root is None else self._root.text):
+            return
         if text is None:
             raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
-        if text not in (root.text, self._attempted):
+        if text != self._attempted:
             length = Root.parse(text, self._place).length
             raise StoreError(
-                f"another recorder writes to {self._place.name}: {root.length} marks were left in "
-                f"it, {length} are there"
+                f"another recorder writes to {self._place.name}: {len(self._marks)} marks were "
+                f"left in it, {length} are there"
             )
 
     def check_order(self, mark: Mark) -> None:
-        """Raise StoreError if a mark is there already, or does not come after the others."""
+        """Raise StoreError if a mark is there already,
+        does not come after the others, or is no integer as they are.
+        """
+        if not self._marks:
+            return
+        last = self._marks[-1]
         if mark in self._marks:
             raise StoreError(
                 f"{self._along} {mark} is already marked: record(..., mode='w') replaces the "
                 "recording that is there; to continue it, leave out what is in recorder.epochs, or "
                 "mark(..., if_marked='skip')"
             )
-        if self._marks and not mark > self._marks[-1]:
+        if not mark > last:
             raise StoreError(
-                f"expected {self._along} to be later than the last one marked, {self._marks[-1]}, "
-                f"got {mark!r}"
+                f"expected {self._along} to be later than the last one marked, {last}, got {mark!r}"
             )
-
-    def _as_stored(self, mark: Mark) -> Mark:
-        """Return the mark in the type of earlier marks."""
-        last = self._marks[-1] if self._marks else None
         if isinstance(last, int) and isinstance(mark, float):
             raise StoreError(
                 f"expected an integer for {self._along!r} as for the marks before, got {mark!r}"
             )
-        return float(mark) if isinstance(last, float) else mark
 
     def _rows(
         self,
@@ -302,32 +268,22 @@ class EpochStore:
         """Return the values by path, in the dtypes in which they are stored."""
         rows: dict[str, Any] = {}
         for path, group in groups.items():
-            for name, variable in group.variables.items():
-                row = np.asarray(values[path][name], dtype=variable.dtype)
-                rows[join(path, name)] = row
-                if row.shape != group.shape(name):
-                    raise ValueError(
-                        f"{join(path, name)}: expected shape {group.shape(name)}, got {row.shape}"
-                    )
-        taken = {HEADS, ROOT, self._along, *COORDINATES, *groups[""].sizes}
+            for name in group.variables:
+                rows[join(path, name)] = row = values[path][name]
+                assert row.shape == group.shape(name), name
+        # A scalar must not have the name of anything that is recorded, now or before.
+        taken = {HEADS, self._along, *COORDINATES, *groups[""].sizes}
         taken |= {path.split("/")[0] for path in (*rows, *groups)}
+        stored = set() if self._root is None else self._root.scalars
         if self._root is not None:
-            documents = {path.split("/")[0] for path in self._root.documents}
-            taken |= documents - self._root.scalars
-            # Of these, one that is recorded now cannot go on as a scalar.
-            scalars = {
-                **dict.fromkeys(self._root.scalars & rows.keys(), 0.0),
-                **scalars,
-            }
-        for name, scalar in scalars.items():
-            is_path = not name or name.startswith(".") or "/" in name
-            if is_path or name in taken:
+            taken |= {path.split("/")[0] for path in self._root.documents} - stored
+        for name in (*scalars, *(stored & rows.keys())):
+            if "/" in name or name in taken:
                 raise ValueError(
                     f"{name!r} is the name of something else in the recording, or a path: give the "
                     "scalar another one"
                 )
-            rows[name] = float(scalar)
-        return rows
+        return rows | {name: float(scalar) for name, scalar in scalars.items()}
 
 
 def _check_replaceable(place: Place) -> None:
@@ -335,15 +291,10 @@ def _check_replaceable(place: Place) -> None:
     as replacing would delete it.
     """
     root = Root.read(place)
-    known = set() if root is None else root.names
-    if place.directory is None:
-        names = {key.split("/")[0] for key in keys_of(place.store)}
-    else:
-        names = {path.name for path in place.directory.iterdir()}
-    for name in sorted(names - known - {ROOT, PARTIAL_ROOT, LOCK, UNFINISHED}):
+    known = _OWN_FILES if root is None else _OWN_FILES | root.names
+    for name in place.names():
         # A killed mark may have left the array of a scalar.
-        document = run(place.store.get(f"{name}/{ROOT}", default_buffer_prototype()))
-        if document is None or GIVEN.encode() not in document.to_bytes():
+        if name not in known and GIVEN.encode() not in (place.read(f"{name}/{ROOT}") or b""):
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {name!r}"
             )

@@ -7,7 +7,7 @@ from typing import Any
 import zarr
 
 from tcnn_probe.schema import COORDINATES, Group, Variable
-from tcnn_probe.storage.arrays import require_labels, require_variable, write_rows
+from tcnn_probe.storage.arrays import create_variable, write_labels, write_rows
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.root import GIVEN, LAYERS, Root, is_recorded, join, tables
 
@@ -37,8 +37,7 @@ def write_mark(
         rows: Values of the mark by path; scalars of earlier marks that have none get NaN.
         attrs: Attributes of the root to replace.
     """
-    before = len(marks) - 1
-    committed = {} if root is None else root.groups
+    *earlier, mark = marks
     # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text
     # of fixed width and of consolidated metadata, which its specification does not include yet, and
     # of the lock.
@@ -46,85 +45,71 @@ def write_mark(
     with writes_all, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = zarr.open_group(store, mode="a", use_consolidated=False)
-        nodes = _undo_remains(top, root)
+        arrays = _undo_remains(top, root)
         top.update_attributes({**attrs})
-        written: list[tuple[zarr.Array[Any], Any]] = []
+        extended: list[tuple[zarr.Array[Any], Any]] = []
+
+        def extend(
+            path: str,
+            variable: Variable,
+            row: Any,
+            sizes: Sequence[int] = (),
+            before: Any = None,
+        ) -> None:
+            array = arrays.get(path)
+            if array is None:
+                shape = (len(earlier), *sizes)
+                array = create_variable(top, path, variable, shape, along, before)
+            extended.append((array, row))
+
         for path, group in groups.items():
-            node = _require_group(top, path, tables(group))
-            stored = nodes.get(join(path, along))
-            written.append((_coordinate(node, along, marks, stored), marks[-1]))
+            node = top
+            # One by one, because a kill could leave a group without the one around it, which hides
+            # it from the next recorder.
+            for part in path.split("/") if path else ():
+                node = node.require_group(part)
+            if not (about := tables(group)).items() <= dict(node.attrs).items():
+                node.update_attributes({**about})
+            extend(join(path, along), _coordinate(along, mark), mark, before=earlier)
             for name, variable in group.variables.items():
-                row, stored = group.shape(name), nodes.get(join(path, name))
-                array = require_variable(
-                    node, name, variable, row, along, before, stored, maps=group.maps
-                )
-                written.append((array, rows[join(path, name)]))
+                full = join(path, name)
+                extend(full, variable, rows[full], group.shape(name))
             layers = {"layer": [*group.layers]} if group.layers else {}
             ranges = {name: range(size) for name, size in group.sizes.items()}
-            changed = committed.get(path) != group
+            is_stored = root is not None and root.groups.get(path) == group
             for name, labels in {**layers, **ranges, **group.coords}.items():
-                stored = nodes.get(join(path, name))
-                require_labels(node, name, labels, stored, changed=changed)
-        scalars = [name for name in rows if "/" not in name]
-        scalars += [] if root is None else root.scalars
-        for name in {*scalars} - groups[""].variables.keys():
-            if name in nodes and (root is None or name not in root.documents):
-                raise ValueError(f"{name!r} is the name of something else there")
-            scalar = Variable((), "", name, GIVEN)
-            stored = nodes.get(name)
-            array = require_variable(top, name, scalar, (), along, before, stored)
-            written.append((array, rows.get(name)))
-        write_rows(written, len(marks))
+                if not is_stored:
+                    write_labels(node, name, labels, arrays.get(join(path, name)))
+        scalars = {name for name in rows if "/" not in name} | (root.scalars if root else set())
+        for name in scalars - groups[""].variables.keys():
+            extend(name, Variable((), "", name, GIVEN), rows.get(name))
+        write_rows(extended, len(marks))
         zarr.consolidate_metadata(store)
     return store.text
 
 
-def _require_group(top: zarr.Group, path: str, attributes: Mapping[str, Any]) -> zarr.Group:
-    """Return a group with these attributes, which is created with the groups around it."""
-    node, parts = top, path.split("/") if path else []
-    for part in parts:
-        node = node.require_group(part)
-    if not attributes.items() <= dict(node.attrs).items():
-        node.update_attributes({**attributes})
-    return node
+def _coordinate(along: str, mark: Mark) -> Variable:
+    """Return the description of the coordinate of marks."""
+    text: dict[str, Any] = {"long_name": along, "description": GIVEN, **COORDINATES.get(along, {})}
+    return Variable((), "", **text, dtype="float64" if isinstance(mark, float) else "int64")
 
 
-def _coordinate(
-    node: zarr.Group, along: str, marks: Sequence[Mark], stored: Any
-) -> zarr.Array[Any]:
-    """Return the array of the marks, with those before this one."""
-    text: dict[str, Any] = {"long_name": along, "description": GIVEN}
-    text |= COORDINATES.get(along, {})
-    dtype = "float64" if isinstance(marks[0], float) else "int64"
-    before = marks[:-1]
-    variable = Variable((), "", **text, dtype=dtype)
-    array = require_variable(node, along, variable, (), along, len(before), stored)
-    if stored is None and before:
-        array[:] = before
-    return array
+def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, zarr.Array[Any]]:
+    """Bring the arrays of a recording into the state of the committed root; return them by path.
 
-
-def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, Any]:
-    """Delete arrays and groups that a killed mark has created,
-    and layers that it has added to others.
-
-    Return the arrays and groups that are there, by path.
+    A killed mark may have extended some, and created others.
     """
-    nodes: dict[str, Any] = {}
+    arrays: dict[str, zarr.Array[Any]] = {}
     committed = {} if root is None else root.documents
-    growing = {} if root is None else root.growing
     for path, node in [*top.members(max_depth=None)]:
-        is_array = isinstance(node, zarr.Array)
-        document: Mapping[str, Any] = node.metadata.to_dict()
-        written = is_recorded(document) if is_array else LAYERS in node.attrs
-        if written and path not in committed:
-            if path in top:
-                del top[path]
-            continue
-        nodes[path] = node
-        if isinstance(node, zarr.Array) and path in growing:
-            # The length along the marks is that of this mark anyway.
-            shape = (node.shape[0], *growing[path]["shape"][1:])
-            if node.shape != shape:
-                node.resize(shape)
-    return nodes
+        if isinstance(node, zarr.Array):
+            is_own = is_recorded(node.metadata.to_dict())
+        else:
+            is_own = LAYERS in node.attrs
+        if is_own and path not in committed:
+            del top[path]
+        elif is_own and isinstance(node, zarr.Array):
+            arrays[path] = node
+            if [*node.shape] != committed[path]["shape"]:
+                node.resize(committed[path]["shape"])
+    return arrays

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import DurableStore
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "keys_of", "run"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "listed", "run"]
 
 Target = None | str | os.PathLike[str] | Store
 T = TypeVar("T")
@@ -50,13 +50,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def keys_of(store: Store) -> list[str]:
-    """List all keys of a store."""
+def listed(keys: Callable[[], AsyncIterator[str]]) -> list[str]:
+    """Return what a store lists."""
 
-    async def listed() -> list[str]:
-        return [key async for key in store.list()]
+    async def collected() -> list[str]:
+        return [key async for key in keys()]
 
-    return run(listed())
+    return run(collected())
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,24 @@ class Place:
     directory: Path | None
     name: str
 
+    def read(self, key: str) -> bytes | None:
+        """Read an object; None if it is not there."""
+        buffer = run(self.store.get(key, default_buffer_prototype()))
+        return None if buffer is None else buffer.to_bytes()
+
+    def names(self) -> list[str]:
+        """List the objects and folders at the top, in order."""
+        return sorted(listed(lambda: self.store.list_dir("")))
+
     def root(self) -> bytes | None:
         """Read the root ``zarr.json``; None if the place is empty or unfinished,
         StoreError if it has other files.
         """
-        if self.directory is not None and not self.directory.is_dir():
-            if self.directory.exists():
-                raise self.something_else("a file")
-            return None
-        buffer = run(self.store.get(ROOT, default_buffer_prototype()))
-        if buffer is not None:
-            return buffer.to_bytes()
-        keys = keys_of(self.store)
-        if keys and UNFINISHED not in keys:
-            raise self.something_else(str(sorted(keys)[:3]))
-        return None
+        root = self.read(ROOT)
+        names = self.names() if root is None else []
+        if names and UNFINISHED not in names:
+            raise self.something_else(str(names[:3]))
+        return root
 
     def something_else(self, content: str) -> StoreError:
         """Return the error for a place that holds something else than a recording."""
@@ -90,26 +93,26 @@ class Place:
         )
 
     def check_writable(self) -> None:
-        """Raise StoreError if a directory evidently cannot be written or created;
+        """Raise StoreError if a directory evidently cannot be written or created beside its lock;
         nothing is written for this check.
         """
         if self.directory is None:
             return
-        folders = (self.directory, *self.directory.parents)
-        folder = next(folder for folder in folders if folder.exists())
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise StoreError(
-                f"{self.directory} cannot be written: expected {folder} to be a folder with "
-                "permission to write"
-            )
+        around = next(folder for folder in self.directory.parents if folder.exists())
+        for folder in (around, self.directory) if self.directory.exists() else (around,):
+            if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+                raise StoreError(
+                    f"{self.directory} cannot be written: expected {folder} to be a folder with "
+                    "permission to write"
+                )
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
     """Return the place of a target: memory for None,
     a URL for a string with "://", a path for other strings.
 
-    StoreError for an empty path, for a URL that cannot be opened, and for a store that cannot be
-    written.
+    StoreError for an empty path, and for a store that cannot be written; for a URL that cannot be
+    opened, the error of fsspec.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
@@ -127,7 +130,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
     elif "://" in text:
-        return Place(_at_url(text), None, text)
+        return Place(FsspecStore.from_url(text), None, text)
     if not text:
         raise StoreError(
             "expected the path of a directory, got an empty path; None keeps the recording in "
@@ -136,14 +139,3 @@ def find(target: Target, *, writable: bool = True) -> Place:
     # The path is made absolute, because the working directory may change while recording.
     directory = Path(text).expanduser().resolve()
     return Place(DurableStore(directory), directory, str(directory))
-
-
-def _at_url(url: str) -> Store:
-    try:
-        return FsspecStore.from_url(url)
-    except (ImportError, ValueError) as error:
-        raise StoreError(
-            f"{url} cannot be opened ({error}): URLs need the package fsspec and, for most "
-            "protocols, one more, such as s3fs for s3:// or gcsfs for gs://; a zarr store object "
-            "can be given instead"
-        ) from error

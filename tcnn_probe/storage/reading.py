@@ -28,7 +28,7 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     place = find(target, writable=False)
     root = Root.read(place)
     if root is None:
-        raise StoreError(f"{place.name} holds no recording: nothing is there")
+        raise StoreError(f"{place.name} holds no recording: nothing is there, or a file")
     return open_tree(root.checked(place))
 
 

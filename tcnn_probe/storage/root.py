@@ -86,21 +86,15 @@ class Root:
             raise StoreError(
                 f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}"
             )
-        if "consolidated_metadata" not in document:
-            raise StoreError(
-                f"{place.name} lacks consolidated metadata, as after to_zarr(..., "
-                "consolidated=False): zarr.consolidate_metadata adds them"
-            )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
-            is_scalar = root.documents[root.along]["shape"] == []
+            assert root.length >= 0
         except (LookupError, TypeError) as error:
-            raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
-        if is_scalar:
             raise StoreError(
-                f"{place.name} holds one mark without its dimension {root.along!r}: a list of "
-                f"marks keeps it, as in isel({root.along}=[-1])"
-            )
+                f"{place.name} has damaged metadata ({error!r}). Those of a copy need "
+                "zarr.consolidate_metadata and the dimension of marks, as after "
+                "isel(epoch=[-1])"
+            ) from error
         return root
 
     def checked(self, place: Place, *, writes: bool = False) -> CheckedStore:
@@ -145,14 +139,14 @@ class Root:
     @cached_property
     def groups(self) -> dict[str, Group]:
         """The groups as they were created, with units, names and descriptions as stored."""
-        attributes = {"": self.attributes}
+        groups = {"": self._group("", self.attributes)}
         for path, about in self.documents.items():
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
-                attributes[path] = about["attributes"]
-        return {path: self._group(path, about) for path, about in attributes.items()}
+                groups[path] = self._group(path, about["attributes"])
+        return groups
 
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
-        variables, sizes, maps = {}, {}, False
+        variables, sizes = {}, {}
         for full_name, about in self.documents.items():
             parent, _, name = full_name.rpartition("/")
             if not is_recorded(about) or parent != path:
@@ -168,13 +162,10 @@ class Root:
                 variables[name] = Variable(
                     (*dims[1:],), **text, dtype=str(np.dtype(about["data_type"]))
                 )
-                # Older recordings keep maps in shards.
-                codecs = [codec["name"] for codec in about["codecs"]]
-                maps |= not {"zstd", "sharding_indexed"}.isdisjoint(codecs)
             elif dims == [name] and name != "layer":
                 sizes[name] = about["shape"][0]
         layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
-        return Group(variables, layers, sizes, maps, coords)
+        return Group(variables, layers, sizes, coords)
 
 
 def is_recorded(document: Mapping[str, Any]) -> bool:

@@ -66,7 +66,7 @@ def open_recordings(
     """
     if isinstance(target, str | os.PathLike | Store) or target is None:
         return open_recording(target)
-    targets = dict(target) if isinstance(target, Mapping) else _by_name(list(target))
+    targets = target if isinstance(target, Mapping) else _by_name([*target])
     if not targets:
         raise ValueError("expected at least one recording, got none")
     return _joined({name: open_recording(recording) for name, recording in targets.items()})
@@ -77,17 +77,13 @@ def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
     if any(isinstance(target, Store) for target in targets):
         raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
     texts = [os.fspath(target).rstrip("/\\") for target in targets]  # type: ignore[arg-type]
-    paths = [re.split(r"[/\\]", text.removesuffix(".zarr")) for text in texts]
-    # seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
-    while (
-        len(paths) > 1
-        and len({path[-1] for path in paths}) == 1
-        and all(len(path) > 1 for path in paths)
-    ):
-        paths = [path[:-1] for path in paths]
-    names = [path[-1] for path in paths]
+    texts = [text.removesuffix(".zarr") for text in texts]
+    # From the last part: seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
+    parts = [*zip(*(re.split(r"[/\\]", text)[::-1] for text in texts), strict=False)]
+    last = parts[0] if parts else ()
+    names = [*next((names for names in parts if len({*names}) > 1), last)]
     if len({*names}) < len(names):
-        names = ["/".join(path) for path in paths]
+        names = texts
     if len({*names}) < len(names):
         raise ValueError(
             f"expected different recordings, got {names}: a mapping gives them names of their own"

@@ -99,13 +99,18 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
         add(store, epoch, first + epoch, **scalars(epoch, first + epoch))
         tell(epoch)
         if fork:
-            Child(go_on, store).end()
+            Child(refused, store).end()
     store.close()
 
 
-def go_on(store: EpochStore, tell: Tell) -> None:
-    """Read and close in a forked process, which is not allowed to write."""
-    with pytest.raises(StoreError, match="is being written by another recorder"):
+def refused(source: EpochStore | Path, tell: Tell) -> None:
+    """Assert that a second recorder and a forked process can read, and are not allowed to write."""
+    store = source if isinstance(source, EpochStore) else create(source)
+    with pytest.raises(
+        StoreError,
+        # If the writer closes between the two lines, the refusal is due to its marks.
+        match=r"is being written by another|: \d+ marks were left in it",
+    ):
         # The epoch is far beyond the last, so that the order of marks is no reason to refuse it.
         add(store, 10**6, 1)
     store.dataset().load()
@@ -144,18 +149,6 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
         tell(len(present))
 
 
-def refused(path: Path, tell: Tell) -> None:
-    """Assert that a second recorder is refused and that other groups differ from the store's."""
-    store = create(path)
-    with pytest.raises(
-        StoreError,
-        # If the writer closes between the two lines, the refusal is due to its marks.
-        match=r"is being written by another|: \d+ marks were left in it",
-    ):
-        add(store, 10**6, 1)
-    assert EpochStore(path).groups != {"": GROUPS[""]}
-
-
 def begin_anew(path: Path, seed: int, tell: Tell) -> None:
     """Replace a recording by one with a single mark."""
     store = create(path, mode="w")
@@ -164,10 +157,12 @@ def begin_anew(path: Path, seed: int, tell: Tell) -> None:
     store.close()
 
 
-def first_seed(path: Path, tell: Tell) -> None:
-    """Read the seed off the scalar that every mark has."""
+def peek(path: Path, tell: Tell) -> None:
+    """Count the marks, and read the seed of the first off the scalar that every mark has."""
+    top1 = EpochStore(path).dataset().top1.values
+    tell(len(top1))
     # The scalar in sevenths is rounded back to the seed.
-    tell(round(7 * open_recording(path).top1.values[0].item()))
+    tell(round(7 * top1[0].item()))
 
 
 class Soak:
@@ -189,8 +184,6 @@ class Soak:
             self.kill,
             self.kill_early,
             self.read,
-            self.refuse,
-            self.fork,
             self.replace,
         ]
         # The order is random, so that each operation eventually follows each other one.
@@ -205,8 +198,10 @@ class Soak:
                 self.counts["recordings"] += 1
 
     def mark(self) -> None:
-        """Add some marks and close."""
-        self._ended(self._writer(self.chance.randint(1, 4)))
+        """Add some marks and close; sometimes fork a process after each mark."""
+        fork = self.chance.random() < 0.5
+        self._announced(self._writer(self.chance.randint(1, 4), fork=fork).end())
+        self.counts["forking"] += fork
 
     def kill(self) -> None:
         """Kill a writer at any moment of a mark."""
@@ -224,7 +219,7 @@ class Soak:
         self._killed(self._writer(1000), [], self.chance.uniform(0, 0.15))
 
     def read(self) -> None:
-        """Read in another process while marks are added."""
+        """Read in another process, and try to write, while marks are added."""
         writer = self._writer(1000)
         announced = writer.numbers(1)
         counts_seen = Child(
@@ -233,12 +228,6 @@ class Soak:
         # A reader never sees fewer marks than before.
         assert counts_seen == sorted(counts_seen)
         self.counts["looks"] += len(counts_seen)
-        self._killed(writer, announced, 0)
-
-    def refuse(self) -> None:
-        """Try to write in another process while marks are added."""
-        writer = self._writer(1000)
-        announced = writer.numbers(1)
         Child(refused, self.path).end()
         self._killed(writer, announced, 0)
 
@@ -255,14 +244,10 @@ class Soak:
         time.sleep(self.chance.uniform(0, 0.15))
         # Most replacements are killed, as a finished one leaves an ordinary recording.
         writer.end(kill=self.chance.random() < 0.7)
-        if Child(first_seed, self.path).end()[0] == seed:
+        if Child(peek, self.path).end()[1] == seed:
             self.seeds = [seed]
             self.counts["replaced"] += 1
         self.mark()  # the mark deletes leftovers of a killed process
-
-    def fork(self) -> None:
-        """Fork a process after each mark, while the writer continues."""
-        self._ended(self._writer(self.chance.randint(1, 3), fork=True))
 
     def _writer(self, count: int, *, fork: bool = False) -> Child:
         self.runs += 1
@@ -270,14 +255,11 @@ class Soak:
         self.first = 1000 * self.runs
         return Child(write, self.path, self.first, count, fork)
 
-    def _ended(self, writer: Child) -> None:
-        self._announced(writer.end())
-
     def _killed(self, writer: Child, announced: list[int], after: float) -> None:
         time.sleep(after)
         self._announced([*announced, *writer.end(kill=True)])
         if self.path.exists():  # there may be one more mark than was reported
-            present = Child(marks, self.path).end()[0]
+            present = Child(peek, self.path).end()[0]
             # There is at most one, as a mark is durable before it is reported, and the next begins
             # after that.
             assert 0 <= present - len(self.seeds) <= 1
@@ -290,11 +272,6 @@ class Soak:
         assert epochs == list(range(len(self.seeds), len(self.seeds) + len(epochs)))
         self.seeds += [self.first + epoch for epoch in epochs]
         self.counts["marks"] += len(epochs)
-
-
-def marks(path: Path, tell: Tell) -> None:
-    """Count the marks."""
-    tell(len(EpochStore(path).marks))
 
 
 def main(kind: Callable[[Path, int], Any], about: str | None) -> None:

@@ -87,7 +87,7 @@ def test_one_mark_without_its_dimension_is_refused(tmp_path: Path) -> None:
     record_run(tmp_path / "run.zarr")
     last = xr.open_zarr(tmp_path / "run.zarr").isel(epoch=-1)
     last.to_zarr(tmp_path / "last.zarr")
-    with pytest.raises(tcnn_probe.StoreError, match=r"as in isel\(epoch=\[-1\]\)"):
+    with pytest.raises(tcnn_probe.StoreError, match=r"as after isel\(epoch=\[-1\]\)"):
         tcnn_probe.open(tmp_path / "last.zarr")
 
 

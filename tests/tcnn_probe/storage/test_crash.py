@@ -16,9 +16,9 @@ import pytest
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, open_recording
 from tcnn_probe.storage import directory as module
-from tests.tcnn_probe.storage import tables
 from tests.tcnn_probe.storage.tables import (
     Crash,
+    Remote,
     add,
     assert_holds,
     create,
@@ -26,66 +26,56 @@ from tests.tcnn_probe.storage.tables import (
     steps,
 )
 
-# These steps change the store; the last step of a mark brings the root's folder to the disk.
-WRITES = r"^replace|^set|^fsync .*(run.zarr|/b)$"
+# These steps change the store; the last one brings the root, or a new folder, to the disk.
+WRITES = r"^replace|^set|^fsync .*/(run.zarr|\d+)$"
 
 
-def place(kind: str, folder: Path, copy: Any = None) -> Any:
-    """Return a new place of a kind, empty or with a copy of another place."""
-    if kind == "remote":
-        return tables.Remote({} if copy is None else dict(copy._store_dict))
-    return folder / "run.zarr" if copy is None else Path(shutil.copytree(copy, folder / "run.zarr"))
+def copied(source: Any, folder: Path) -> Any:
+    """Return a copy of a place, with what lies beside it."""
+    if isinstance(source, Path):
+        return Path(shutil.copytree(source.parent, folder)) / source.name
+    return Remote(dict(source._store_dict))
 
 
 @pytest.mark.parametrize("kind", ["directory", "remote"])
-def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("marks", [0, 1])
+def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str, marks: int) -> None:
     """Both the store that crashed and, as after a kill, another one can continue."""
-    recording(source := place(kind, tmp_path))
-    for number in count():
-        target = place(kind, tmp_path / str(number), source)
+    source = Remote() if kind == "remote" else tmp_path / "source" / "run.zarr"
+    if marks:
+        recording(source)
+    else:
+        (tmp_path / "source").mkdir()
+    top1 = {0: 0.0} if marks else {}
+    # A first mark has many steps, of which every third is tried.
+    for number in count(step=1 if marks else 3):
+        target = copied(source, tmp_path / str(number))
         store = create(target)
         with steps(number, WRITES) as done:
             try:
-                add(store, 1, 9, top1=9.0, fresh=9.0)
+                add(store, marks, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
                 # The mark is there but was not announced.
-                landed = f"replace {target}/zarr.json" in done[:-1]
-        assert store.marks == (0,)
-        killed = create(place(kind, tmp_path / f"{number} killed", target))
-        assert killed.marks == ((0, 1) if landed else (0,))
+                landed = marks > 0 and f"replace {target}/zarr.json" in done[:-1]
+        assert store.marks == (*range(marks),)
+        other = copied(target, tmp_path / f"{number} killed")
         if landed:
-            assert_holds(killed, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
+            assert_holds(other, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
+        elif marks:
+            assert_holds(other, [0], {"top1": top1})
         else:
-            assert_holds(target, [0], {"top1": {0: 0.0}})
-        for writer in (store, *(() if landed else (killed,))):
-            add(writer, 1, fresh=0.5)
-            assert_holds(writer, [0, 1], {"top1": {0: 0.0}, "fresh": {1: 0.5}})
-    # Every step has crashed once; fewer steps would mean that some writes are not counted.
-    assert number == len(done) > 10
+            with pytest.raises(ValueError, match="nothing is there"):
+                open_recording(other)
+        for writer in (store, *(() if landed else (create(other),))):
+            add(writer, marks, fresh=0.5)
+            scalars = {"top1": top1, "fresh": {marks: 0.5}}
+            assert_holds(writer, list(range(marks + 1)), scalars if marks else {"fresh": {0: 0.5}})
+    # Fewer steps would mean that some writes are not counted.
+    assert number >= len(done) > 10
     # Only a directory has a step after the root, which brings its folder to the disk.
-    assert landed == (kind == "directory")
-    assert_holds(store, {0: 0, 1: 9})
-
-
-@pytest.mark.parametrize("kind", ["directory", "remote"])
-def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> None:
-    target = place(kind, tmp_path / "a" / "b")
-    store = create(target)
-    for number in count():
-        with steps(number, WRITES) as done:
-            try:
-                add(store, 0, 9, fresh=0.5)
-                break
-            except Crash:
-                assert store.groups is None
-        assert not any(path.is_file() for path in tmp_path.rglob("*"))
-        with pytest.raises(ValueError, match="nothing is there"):
-            open_recording(target)
-        # Alternately the same writer and a new one continue.
-        store = create(target) if number % 2 else store
-    assert number == len(done) > 20
-    assert_holds(store, {0: 9}, {"fresh": {0: 0.5}})
+    assert landed == (kind == "directory" and marks > 0)
+    assert_holds(store, {0: 0, 1: 9} if marks else {0: 9})
     assert kind == "directory" or ".tcnn_probe.init" not in target._store_dict
 
 
@@ -131,8 +121,9 @@ def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
     store = EpochStore(tmp_path / "run.zarr")
     assert store.groups is None
-    assert len(list(tmp_path.iterdir())) == 4
-    add(create(tmp_path / "run.zarr"), 0)
+    assert len(list(tmp_path.iterdir())) == 5  # with the lock
+    add(store, 0)
+    store.close()
     assert {p.name for p in tmp_path.iterdir()} == {"run.zarr", *users}
 
 

@@ -23,53 +23,35 @@ def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -
     return max(times + [done.index(f"fsync {folder.parent}") for folder in folders])
 
 
-@pytest.mark.parametrize("fresh", [{}, {"fresh": 0.5}], ids=["same scalars", "new scalar"])
-def test_chunks_reach_the_disk_before_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
-    path = tmp_path / "run.zarr"
-    store = create(path)
-    add(store, 0, top1=0.25)
-    before = contents(path)
-    with steps() as done:
-        add(store, 1, **fresh)
-    new = {name: data for name, data in contents(path).items() if before.get(name, 0) != data}
-    files = [path / name for name, data in new.items() if data is not None]
-    # These are the root, and the lengths and chunks of marks and variables; of top1, which has no
-    # value, the length.
-    assert len(files) == 1 + 2 * (3 + 5 + len(fresh)) + 1
-    files.remove(path / "zarr.json")
-    last = durable(done, files, [path / name for name, data in new.items() if data is None])
-    root = [
-        f"fsync {path}/.zarr.json.partial",
-        f"replace {path}/zarr.json",
-        f"fsync {path}",
-    ]
-    assert last < done.index(root[0])
-    assert done[-3:] == root
-
-
-def test_first_mark_fills_a_folder_and_renames_it(tmp_path: Path) -> None:
-    """A folder of another name is filled; the last step brings its own name to the disk."""
+@pytest.mark.parametrize("mark", ["the first", "same scalars", "new scalar"])
+def test_chunks_reach_the_disk_before_the_root(tmp_path: Path, mark: str) -> None:
+    """The first mark fills a folder of another name,
+    and its last step brings its own name to the disk.
+    """
     path = tmp_path / "a" / "b" / "run.zarr"
+    store, before, folder = create(path), {}, path
+    if mark == "the first":
+        folder = path.with_name(".run.zarr.tcnn_probe.init")
+    else:
+        add(store, 0, top1=0.25)
+        before = contents(path)
     with steps() as done:
-        add(create(path), 0)
-    filled = Path(next(step for step in done if step.endswith("/zarr.json")).split()[1]).parent
-    while filled.suffix != ".init":
-        filled = filled.parent
-    assert filled.parent == path.parent
-    written_files = {
-        filled / name: data for name, data in contents(path).items() if not name.startswith(".")
-    }
-    files = [
-        name
-        for name, data in written_files.items()
-        if data is not None and name != filled / "zarr.json"
+        add(store, 1, **({"fresh": 0.5} if mark == "new scalar" else {}))
+    new = {name: data for name, data in contents(path).items() if before.get(name, 0) != data}
+    files = [folder / name for name, data in new.items() if data is not None]
+    if mark != "the first":
+        # These are the root, and the lengths and chunks of marks and variables; of top1, which has
+        # no value, the length.
+        assert len(files) == 1 + 2 * (3 + 5 + (mark == "new scalar")) + 1
+    files.remove(folder / "zarr.json")
+    last = durable(done, files, [folder / name for name, data in new.items() if data is None])
+    commit = [
+        f"fsync {folder}/.zarr.json.partial",
+        f"replace {folder}/zarr.json",
+        f"fsync {folder}",
     ]
-    last = durable(done, files, [name for name, data in written_files.items() if data is None])
-    root = [
-        f"fsync {filled}/.zarr.json.partial",
-        f"replace {filled}/zarr.json",
-        f"fsync {filled}",
-    ]
-    parents = [f"fsync {folder}" for folder in (path.parent, path.parent.parent, tmp_path)]
-    assert last < done.index(root[0])
-    assert done[done.index(root[0]) :] == [*root, f"replace {path}", *parents]
+    assert last < done.index(commit[0])
+    if mark == "the first":
+        commit += [f"replace {path}", f"fsync {path.parent}"]
+        assert done[:2] == [f"fsync {tmp_path}", f"fsync {tmp_path / 'a'}"]
+    assert done[-len(commit) :] == commit

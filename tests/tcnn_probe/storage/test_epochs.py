@@ -187,13 +187,8 @@ def test_wrong_marks_and_values_are_refused() -> None:
     ):
         with pytest.raises(StoreError, match=message):
             add(store, wrong, 2)
-    flat = {**right, "": {**right[""], "gate": right[""]["gate"].T}}
-    occupied = ("gate", "epoch", "layer", "maps", "heads", "a/b", "..", "zarr.json")
     for target_store in (store, create(None)):
-        for rows, scalars, message in (
-            (flat, {}, r"gate: expected shape \(3, 5\), got \(5, 3\)"),
-            *((right, {name: 1.0}, f"'{name}' is the name of something else") for name in occupied),
-        ):
-            with pytest.raises(ValueError, match=message):
-                target_store.append(2, GROUPS, rows, scalars)
+        for name in ("gate", "epoch", "layer", "maps", "heads", "a/b"):
+            with pytest.raises(ValueError, match=f"'{name}' is the name of something else"):
+                target_store.append(2, GROUPS, right, {name: 1.0})
     assert_holds(store, [0, 1])

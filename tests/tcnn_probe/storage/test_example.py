@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from matplotlib.figure import Figure
 
 import tcnn_probe
 from tcnn_probe.storage import EpochStore
@@ -33,15 +32,8 @@ def test_example_is_a_whole_recording() -> None:
         np.testing.assert_array_equal(
             np.isfinite(heads[name].load()), present.broadcast_like(heads[name]), name
         )
-
-
-def test_example_can_be_drawn() -> None:
-    tree = tcnn_probe.load_example()
-    assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
-    types = tcnn_probe.head_types(tree["heads"].dataset)
+    types = tcnn_probe.head_types(heads)
     assert ((types == "convolutional") == (types != "")).isel(epoch=0).all()
-    maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
-    assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
 
 
 def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:

@@ -11,46 +11,29 @@ from tcnn_probe.storage import open_recording
 from tests.tcnn_probe.storage.tables import GROUPS, LAYERS, MAPS, add, create, values
 
 
-def test_tree_of_groups(tmp_path: Path) -> None:
-    store = create(tmp_path / "run.zarr")
+def test_groups_and_attributes(tmp_path: Path) -> None:
+    store = create(path := tmp_path / "run.zarr")
     for mark in (2, 3):
         add(store, mark, top1=mark / 7)
-    for tree in (store.tree(), open_recording(tmp_path / "run.zarr")):
+    assert store.groups == GROUPS
+    for tree in (store.tree(), open_recording(path)):
         assert set(tree.groups) == {"/", "/heads", "/layer_scale", "/maps", f"/{MAPS}"}
         assert tree.attrs["made_by"] == "a test"
         assert set(tree.dataset.data_vars) == {"top1"}
         assert dict(tree["heads"].sizes) == {"epoch": 2, "layer": 3, "head": 5}
-        assert dict(tree[MAPS].sizes) == {
-            "epoch": 2,
-            "layer": 2,
-            "image": 2,
-            "head": 5,
-            "y": 3,
-            "x": 11,
-        }
         assert json.loads(tree["heads"].attrs["layers"]) == LAYERS
-        assert tree[MAPS].saliency.sel(epoch=3, layer="層", head=4, image=17).values.shape == (
-            3,
-            11,
-        )
-        assert not tree[MAPS].saliency._in_memory  # the values are read on access
-
-
-def test_attributes_of_a_recording(tmp_path: Path) -> None:
-    store = create(tmp_path / "run.zarr")
-    add(store, 0, top1=0.5)
-    ds = xr.open_zarr(tmp_path / "run.zarr")
+        assert [*json.loads(tree["layer_scale"].attrs["layers"])] == ["a.ls1", ""]
+        saliency = tree[MAPS].saliency
+        assert not saliency._in_memory  # the values are read on access
+        assert saliency.sizes == {"epoch": 2, "layer": 2, **GROUPS[MAPS].sizes}
+        row = saliency.sel(epoch=3, layer="層", head=4, image=17)
+        np.testing.assert_array_equal(row, values(3)[MAPS]["saliency"][1, 1, 4])
+    ds = xr.open_zarr(path)
     assert ds.attrs == dict(store.attrs)
-    assert ds.attrs["made_by"] == "a test"
-    assert ds.attrs["tcnn_probe_schema"] == 3
-    assert ds.attrs["along"] == "epoch"
+    assert (ds.attrs["tcnn_probe_schema"], ds.attrs["along"]) == (3, "epoch")
     assert ds.entropy.attrs["units"] == "nat"
     assert ds.top1.attrs["description"] == "As given to mark()."
     assert "kernel tap" in ds["head"].attrs["description"]
-    assert list(
-        json.loads(xr.open_zarr(tmp_path / "run.zarr", group="layer_scale").attrs["layers"])
-    ) == ["a.ls1", ""]
-    assert store.groups == GROUPS
 
 
 def test_metadata_are_strict_json(tmp_path: Path) -> None:

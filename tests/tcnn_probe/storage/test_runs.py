@@ -40,9 +40,7 @@ def _record(
     }
     if heads == 3:
         look = Variable(("layer", "head", "y", "x"), "1", "look", "A map.", dtype="float16")
-        groups[MAPS] = Group(
-            {"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True
-        )
+        groups[MAPS] = Group({"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5})
     store = EpochStore(path)
     rng = np.random.default_rng(len(layers) + heads)
     for mark in marks:
@@ -62,37 +60,15 @@ def _record(
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return two recordings that agree and one with other layers, heads and marks."""
     root = tmp_path_factory.mktemp("runs")
-    attributes = {
-        "seed": 5,
-        "lr": 0.1,
-        "recipe": "deit",
-        "missing": json.dumps({"gate": {"c": "why"}}),
-        "classes": [1],
-    }
-    return [
-        _record(
-            root / "seed0/recording.zarr",
-            ["a", "b"],
-            3,
-            range(4),
-            {"seed": 0, "lr": 0.1, "missing": "{}"},
-        ),
-        _record(
-            root / "seed1/recording.zarr",
-            ["a", "b"],
-            3,
-            range(4),
-            {"seed": 1, "lr": 0.1, "missing": "{}"},
-        ),
-        _record(
-            root / "seed5/recording.zarr",
-            ["c", "b"],
-            2,
-            # The other recordings have two of these marks, but not the third.
-            [1, 3, 5],
-            {**attributes, "lr": 0.2},
-        ),
-    ]
+    alike = [{"seed": seed, "lr": 0.1, "missing": "{}"} for seed in (0, 1)]
+    missing = json.dumps({"gate": {"c": "why"}})
+    other = {"seed": 5, "lr": 0.2, "recipe": "deit", "missing": missing, "classes": [1]}
+    paths = [root / f"seed{seed}/recording.zarr" for seed in (0, 1, 5)]
+    for path, about in zip(paths[:2], alike, strict=True):
+        _record(path, ["a", "b"], 3, range(4), about)
+    # The other recordings have two of these marks, but not the third.
+    _record(paths[2], ["c", "b"], 2, [1, 3, 5], other)
+    return paths
 
 
 def _in_memory(paths: Sequence[Path], group: str) -> xr.Dataset:

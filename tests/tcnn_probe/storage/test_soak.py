@@ -1,6 +1,4 @@
-"""One round of the soak: writers and copies killed at any moment,
-readers, refused recorders and forks.
-"""
+"""One round of the soak: writers killed at any moment, readers, refused recorders and forks."""
 
 import os
 import re
