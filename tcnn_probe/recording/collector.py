@@ -38,8 +38,9 @@ from tcnn_probe.recording.sums import EpochSums, Key
 __all__ = ["Collector"]
 
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
-# Size of the queries up to which attentions wait for others in a forward: 256 MiB.
-_WAITING = 1 << 28
+# Size of the queries up to which attentions wait for others in a forward, 128 MiB. With the keys,
+# and copies that are side by side, they take four times as much.
+_WAITING = 1 << 27
 UNREACHED = "no image reached it before the mark of"
 
 
