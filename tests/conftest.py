@@ -2,7 +2,6 @@
 marks, and time saved on garbage collection and fsync.
 """
 
-import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -82,8 +81,11 @@ def pytest_collection_finish() -> None:
     """Enable garbage collection again after collection, without the objects that stay."""
     gc.freeze()
     gc.enable()
-    # At the end, extensions report what is left as leaks.
-    atexit.register(gc.unfreeze)
+
+
+def pytest_sessionfinish() -> None:
+    """Show the collector all objects again, lest extensions report them as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
