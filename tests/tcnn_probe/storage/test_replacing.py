@@ -94,14 +94,14 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "on", ["fsync .*init/gate/c/", "fsync .*/test_an_error_leaves_the_old.*0$"]
+    "on", ["fsync {}/.*init/gate/c/", "fsync {}$"], ids=["on the way", "after the exchange"]
 )
 def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
     """Errors occur on the way and after the exchange; the same mark can then be repeated."""
     recording(path := tmp_path / "run.zarr", 2)
     store = create(path, mode="w")
     with (
-        steps(0, on, lambda: OSError(errno.ENOSPC, "No space left")),
+        steps(0, on.format(tmp_path), lambda: OSError(errno.ENOSPC, "No space left")),
         pytest.raises(OSError, match="No space left"),
     ):
         add(store, 0, 9)
