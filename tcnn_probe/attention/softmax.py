@@ -97,6 +97,11 @@ class Logits(ABC):
         """What logits have in common that can be :meth:`joined`; None if these cannot be."""
         return None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of what they are computed from."""
+        return self.source.nbytes
+
     def kept(self) -> "Logits":
         """Return logits with copies of what they are computed from."""
         raise NotImplementedError
@@ -214,6 +219,11 @@ class ProductLogits(Logits):
         rows, _, queries, keys = self.shape
         source = self.source
         return rows, queries, keys, source.shape[-1], self._scale, source.dtype, source.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the queries and keys."""
+        return self._query.nbytes + self._key.nbytes
 
     def kept(self) -> "ProductLogits":
         """Return logits of copies of the queries and keys."""
@@ -550,6 +560,14 @@ class SoftmaxAttention(Attention):
             return None
         tokens = self.class_query, self.distillation_query, self.first_patch_query
         return form, self.images, self.windows, self.layout, *tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what :meth:`kept` copies, and of the logits of the tokens before the grid,
+        which are measured all at once.
+        """
+        before_grid = math.prod(self.shape[:3]) * self.layout.prefix
+        return self.logits.nbytes + before_grid * self.dtype.itemsize
 
     def kept(self) -> "SoftmaxAttention":
         """Return an attention with copies of the logits' sources, and without values and outputs,

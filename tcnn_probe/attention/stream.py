@@ -359,7 +359,11 @@ class AttentionStream:
         self._tokens.ends()
         self._reset()
         # settle() may raise, so the state of the forward is cleared before.
-        self.verification.settle()
+        try:
+            self.verification.settle()
+        except BaseException:
+            self._listener.fails()
+            raise
         confirmed = {}
         for softmax in shown:
             if softmax not in waiting and not softmax.objection:

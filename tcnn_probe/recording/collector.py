@@ -38,9 +38,9 @@ from tcnn_probe.recording.sums import EpochSums, Key
 __all__ = ["Collector"]
 
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
-# Size of the queries up to which attentions wait for others in a forward, 128 MiB. With the keys,
-# and copies that are side by side, they take four times as much.
-_WAITING = 1 << 27
+# Size up to which attentions wait for others in a forward: 256 MiB, and as much again where their
+# heads are side by side.
+_WAITING = 1 << 28
 UNREACHED = "no image reached it before the mark of"
 
 
@@ -225,23 +225,21 @@ class Collector(AttentionListener):
         if self._is_detailed:
             # All probes get a detailed attention, so that they share one pass over the logits.
             attention = replace(attention, detailed=True)
-        if not self._may_wait(attention):
-            self._measure(attention, [attention])
-            return
-        assert isinstance(attention, SoftmaxAttention)
-        size = sum(x.source.nbytes for x in self._waiting.values())
-        # A layer may be called twice in a forward.
+        size = sum(x.nbytes for x in self._waiting.values())
+        # The calls of a layer in a forward are measured in their order.
         if attention.name in self._waiting or size > _WAITING:
             self._measure_waiting()
-        self._waiting[attention.name] = attention.kept()
+        # A forward may go on with images of another size.
+        self._cell_sides[attention.name] = self._cell_pixels(attention)
+        if isinstance(attention, SoftmaxAttention) and self._may_wait(attention):
+            self._waiting[attention.name] = attention.kept()
+        else:
+            self._measure(attention, [attention])
 
-    def _may_wait(self, attention: Attention) -> bool:
-        return (
-            isinstance(attention, SoftmaxAttention)
-            and attention.is_small
-            and all(probe.waits for probe in self._probes_of(attention.module))
-            and attention.joint_form is not None
-        )
+    def _may_wait(self, attention: SoftmaxAttention) -> bool:
+        probes = self._probes_of(attention.module)
+        is_joint = attention.is_small and attention.joint_form is not None
+        return is_joint and bool(probes) and all(probe.waits for probe in probes)
 
     def _measure_waiting(self) -> None:
         """Measure the attentions that wait, those of one form as the heads of one layer."""
@@ -425,6 +423,7 @@ class Collector(AttentionListener):
 
     def _clear(self) -> None:
         self._waiting: dict[str, SoftmaxAttention] = {}  # by layer
+        self._cell_sides: dict[str, float | None] = {}
         self._pending: list[Measured] = []
         self._calls: dict[nn.Module, ForwardCall] = {}
         self._pending_images: Counter[Key] = Counter()
@@ -468,7 +467,7 @@ class Collector(AttentionListener):
                 # Images beyond max_images are numbered, but not added to the sums.
                 values[name], images = value[: call.limit], len(value)
         if isinstance(call, Attention) and values and "cell_pixels" in probe.variables:
-            side = self._cell_pixels(call)
+            side = self._cell_sides[layer]
             if side is None:
                 self.note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
             else:
