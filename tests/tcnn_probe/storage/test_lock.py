@@ -14,7 +14,7 @@ from tests.tcnn_probe.storage.tables import (
     recording,
 )
 
-HELD = "run.zarr is being written by another recorder: one at a time"
+HELD = "run.zarr is being written by another recorder: end it first"
 
 
 def test_second_recorder_is_refused(tmp_path: Path) -> None:
