@@ -98,8 +98,8 @@ def take_lock(directory: Path) -> FileLock:
         held.acquire()
     except Timeout:
         raise StoreError(
-            f"{directory} is being written by another recorder: end it first, with remove() or with "
-            "its process"
+            f"{directory} is being written by another recorder: end it first, with remove() or "
+            "with its process"
         ) from None
     return held
 
