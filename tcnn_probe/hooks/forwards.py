@@ -229,11 +229,15 @@ class Forwards(Calls["Forward"]):
                 call.run_unseen(self._listener.returned, call, entry, output)
                 is_told = True
         finally:
-            self._followed = None
-            if is_told:
-                call.run_unseen(self._listener.ends, output)
-            else:
-                call.run_unseen(self._listener.fails)
+            try:
+                if is_told:
+                    call.run_unseen(self._listener.ends, output)
+                else:
+                    call.run_unseen(self._listener.fails)
+            finally:
+                # Last, as a forward that another thread begins would take the listener's place for
+                # measurements.
+                self._followed = None
 
     def _leave(self) -> None:
         with self._lock:

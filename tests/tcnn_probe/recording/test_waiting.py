@@ -1,6 +1,7 @@
 """Layers of one shape that are measured together have the numbers of those measured alone."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -158,3 +159,27 @@ def test_nothing_is_kept_of_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch
             model(torch.randn(2, 3, 35, 35, dtype=torch.float64))
         gc.collect()
         assert [reference() for reference in kept] == [None] * 3
+
+
+def test_no_forward_begins_while_layers_that_waited_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, images = _vit().eval(), torch.randn(2, 3, 35, 35, dtype=torch.float64)
+    join = SoftmaxAttention.joined
+
+    def joined_meanwhile(attentions: Any) -> SoftmaxAttention:
+        # A forward of another thread, which is not recorded.
+        thread = threading.Thread(target=model, args=(images + 1,))
+        thread.start()
+        thread.join()
+        return join(attentions)
+
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        model(images)
+        recorder.mark(epoch=0)
+        monkeypatch.setattr(SoftmaxAttention, "joined", staticmethod(joined_meanwhile))
+        model(images)
+        recorder.mark(epoch=1)
+    alone, disturbed = (recorder.dataset.isel(epoch=epoch, drop=True).load() for epoch in (0, 1))
+    assert disturbed.images.max() == 2
+    xr.testing.assert_allclose(disturbed, alone, rtol=1e-12, atol=1e-12)
