@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,11 +96,6 @@ class Logits(ABC):
     def joint_form(self) -> Hashable:
         """What logits have in common that can be :meth:`joined`; None if these cannot be."""
         return None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of what they are computed from."""
-        return self.source.nbytes
 
     def kept(self) -> "Logits":
         """Return logits with copies of what they are computed from."""
@@ -220,11 +215,6 @@ class ProductLogits(Logits):
         source = self.source
         return rows, queries, keys, source.shape[-1], self._scale, source.dtype, source.device
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the queries and keys."""
-        return self._query.nbytes + self._key.nbytes
-
     def kept(self) -> "ProductLogits":
         """Return logits of copies of the queries and keys."""
         query, key = (
@@ -235,8 +225,9 @@ class ProductLogits(Logits):
 
     def joined(self, logits: "Sequence[Logits]") -> "ProductLogits":
         """Return the logits of the heads of several layers, see :class:`Logits`."""
-        sources = [(x._query, x._key) for x in logits if isinstance(x, ProductLogits)]
-        query, key = (torch.cat(tensors, 1) for tensors in zip(*sources, strict=True))
+        products = cast("Sequence[ProductLogits]", logits)
+        query = torch.cat([product._query for product in products], 1)
+        key = torch.cat([product._key for product in products], 1)
         return ProductLogits(query, key, self._scale, None)
 
     @property
@@ -561,13 +552,14 @@ class SoftmaxAttention(Attention):
         tokens = self.class_query, self.distillation_query, self.first_patch_query
         return form, self.images, self.windows, self.layout, *tokens
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Size of what :meth:`kept` copies, and of the logits of the tokens before the grid,
+        """Size of queries and keys, and of the logits of the tokens before the grid,
         which are measured all at once.
         """
+        products = self.source.nbytes // self.queries * (self.queries + self.keys)
         before_grid = math.prod(self.shape[:3]) * self.layout.prefix
-        return self.logits.nbytes + before_grid * self.dtype.itemsize
+        return products + before_grid * self.dtype.itemsize
 
     def kept(self) -> "SoftmaxAttention":
         """Return an attention with copies of the logits' sources, and without values and outputs,
@@ -584,8 +576,10 @@ class SoftmaxAttention(Attention):
 
     @staticmethod
     def joined(attentions: "Sequence[SoftmaxAttention]") -> "SoftmaxAttention":
-        """Return an attention with the heads of several, which have one :attr:`joint_form`."""
+        """Return an attention with the heads of all, which have one :attr:`joint_form`."""
         first = attentions[0]
+        if len(attentions) == 1:
+            return first
         logits = first.logits.joined([attention.logits for attention in attentions])
         return replace(first, logits=logits, shared={})
 

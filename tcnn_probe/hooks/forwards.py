@@ -235,8 +235,8 @@ class Forwards(Calls["Forward"]):
                 else:
                     call.run_unseen(self._listener.fails)
             finally:
-                # Last, as a forward that another thread begins would take the listener's place for
-                # measurements.
+                # Only now may another thread begin a forward, because the listener may still have
+                # measured this one.
                 self._followed = None
 
     def _leave(self) -> None:

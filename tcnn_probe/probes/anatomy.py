@@ -370,5 +370,6 @@ OFFSET_KERNEL = Probe(
     "offset-kernel",
     _KERNELS,
     attention=_kernel_of,
+    waits=True,
     coords={"offset_y": _OFFSETS, "offset_x": _OFFSETS},
 )

@@ -79,6 +79,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         "mean-attention",
         {"mean_attention": variable},
         attention=measure,
+        waits=True,
         coords={"query": labels},
     )
 

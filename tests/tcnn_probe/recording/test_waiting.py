@@ -15,6 +15,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe import DEFAULT
 from tcnn_probe.attention import softmax
 from tcnn_probe.attention.softmax import SoftmaxAttention
 
@@ -105,12 +106,23 @@ def _record(model: nn.Module, **options: Any) -> xr.DataTree:
 
 @pytest.mark.numerical
 @pytest.mark.filterwarnings("ignore:no content_information.*images of several sizes")
-@pytest.mark.parametrize("options", [{}, {"images": [0, 5], "max_images": 6}], ids=["all", "six"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"images": [0, 5], "max_images": 6, "probes": [*DEFAULT, "offset-kernel"]}],
+    ids=["all", "six"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_together_equal_layers_alone(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = MODELS[name]()
+    _check(MODELS[name](), options, monkeypatch)
+
+
+def test_mean_attention_of_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(_vit(), {"probes": [*DEFAULT, "mean-attention"]}, monkeypatch)
+
+
+def _check(model: nn.Module, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     together = _record(model, **options)
     monkeypatch.setattr(SoftmaxAttention, "is_small", False)
     alone = _record(model, **options)
