@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.stats import binomtest
 
-from tcnn_probe.evaluation import mean_interval
+from tcnn_probe.evaluation import crossed_error, mean_interval
 
 __all__ = [
     "Effect",
@@ -130,10 +130,9 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     """Estimate the mean of values that belong to a seed and an image each.
 
     Both seeds and images are samples: other trainings on the same images, or the same trainings on
-    other images, would give other values. The variance of the mean is estimated as ``s_seeds^2 / S
-    + s_images^2 / N`` with the sample variances of the means by seed and by image. It counts the
-    interaction of the two twice and is never too small on average (Owen 2007, The pigeonhole
-    bootstrap, Sec. 3). Degrees of freedom are Satterthwaite's (1946).
+    other images, would give other values. The interval is that of
+    :func:`tcnn_probe.evaluation.mean_interval` (without the two images that it adds for paired
+    proportions), with a p-value and with what :func:`seeds_to_decide` needs.
 
     Args:
         values: Values of shape (seeds, images), such as the difference between two models in being
@@ -150,7 +149,7 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     image_variance = float(by_image.var(ddof=1))
     if count < 2:
         return Effect(mean, -np.inf, np.inf, 1.0, seed_variance, image_variance, count, images)
-    error, freedom = _error(seed_variance, image_variance, count, images)
+    error, freedom = crossed_error([seed_variance, image_variance], [count, images])
     half = stats.t.ppf((1 + level) / 2, freedom) * error if error else 0.0
     p_value = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
     return Effect(
@@ -208,23 +207,10 @@ def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int
     # One seed gives no variance over seeds.
     if effect.seeds < 2:
         return None
+    variances = effect.seed_variance, effect.image_variance
     for seeds in range(effect.seeds, max_seeds + 1):
-        error, freedom = _error(effect.seed_variance, effect.image_variance, seeds, effect.images)
+        error, freedom = crossed_error(variances, [seeds, effect.images])
         half = stats.t.ppf(0.975, freedom) * error
         if effect.mean - half > 0 or effect.mean + half < margin:
             return seeds
     return None
-
-
-def _error(
-    seed_variance: float, image_variance: float, seeds: int, images: int
-) -> tuple[float, float]:
-    """Return the standard error of the mean, and its degrees of freedom."""
-    # Satterthwaite: a sum of two variances, each with its own degrees of freedom.
-    parts = np.array([seed_variance / seeds, image_variance / images])
-    freedoms = np.array([seeds - 1, images - 1])
-    total = parts.sum()
-    # The formula for the degrees of freedom divides by zero if all values are equal.
-    if total == 0:
-        return 0.0, float(seeds - 1)
-    return float(np.sqrt(total)), float(total**2 / (parts**2 / freedoms).sum())

@@ -9,6 +9,7 @@ from .decisions import disagreement as disagreement
 from .decisions import mcnemar as mcnemar
 from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant
+from .intervals import crossed_error as crossed_error
 from .intervals import mean_interval as mean_interval
 from .measure_cost import cost as cost
 from .measure_imagenet_c import imagenet_c as imagenet_c

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tcnn_probe.extras import needed_for
 
-__all__ = ["mean_interval", "scipy_stats"]
+__all__ = ["crossed_error", "mean_interval", "scipy_stats"]
 
 LEAST_FOR_SKEWNESS = 8
 """Smallest number of values whose skewness is estimated. With fewer values, the estimate only adds
@@ -118,7 +118,7 @@ def _interval(
         bounds = (-1.0, 1.0)
     if bounds is None and table.ndim == 1 and len(known) >= LEAST_FOR_SKEWNESS:
         return _corrected_for_skewness(known, stats.t.ppf(quantile, len(known) - 1))
-    center, variances, freedoms = known.mean(), [], []
+    center, variances, counts = known.mean(), [], []
     for axis in range(table.ndim):
         means = _means_by_label(table, axis)
         # The longest axis is taken to be that of the images.
@@ -127,15 +127,32 @@ def _interval(
             means = np.append(means, bounds)
             center = means.mean()
         if len(means) > 1:
-            variances.append(means.var(ddof=1) / len(means))
-            freedoms.append(len(means) - 1)
-    parts = np.array(variances)
-    total = parts.sum()
-    # Satterthwaite: the square of the sum over the sum of squares, each divided by its degrees of
-    # freedom.
-    freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
-    half = stats.t.ppf(quantile, freedom) * np.sqrt(total)
+            variances.append(means.var(ddof=1))
+            counts.append(len(means))
+    error, freedom = crossed_error(variances, counts)
+    half = stats.t.ppf(quantile, freedom) * error
     return np.clip([center - half, center + half], *(bounds or (None, None)))
+
+
+def crossed_error(variances: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
+    """Estimate the standard error of a mean over crossed samples, such as of seeds and of images.
+
+    The variance of the mean is ``sum_d s_d^2 / n_d``, which counts the interaction of the samples
+    more than once and is never too small on average (Owen 2007, The pigeonhole bootstrap, Sec. 3).
+
+    Args:
+        variances: Sample variance s_d^2 of the means by label, for each sample d.
+        counts: Number n_d of labels of each sample, at least 2.
+
+    Returns:
+        The standard error and its degrees of freedom (Satterthwaite 1946), which are 1 if all
+        variances are zero.
+    """
+    parts = np.divide(variances, counts)
+    total = float(parts.sum())
+    if total == 0:
+        return 0.0, 1.0
+    return float(np.sqrt(total)), float(total**2 / (parts**2 / np.subtract(counts, 1)).sum())
 
 
 def _corrected_for_skewness(values: NDArray[np.float64], quantile: float) -> NDArray[np.float64]:

@@ -89,7 +89,7 @@ def check_same_recording(
     for path, group in groups.items():
         for layer, table in group.layers.items():
             # "name#1" is the second attention in a call of the module "name".
-            if layer.split("#")[0] not in collector.order:
+            if layer.split("#")[0] not in collector.names.values():
                 raise _other_layers(layer, "a layer", "absent in this model")
             if path.startswith(MAPS_OF_CLASSES):
                 classes = table["classes"], sampling.plain_classes

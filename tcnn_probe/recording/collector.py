@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from tcnn_probe.recording.sums import EpochSums, Key
 
 __all__ = ["Collector"]
 
+T = TypeVar("T")
+
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 # Size up to which attentions wait for others in a forward: 256 MiB, and as much again where their
 # heads are side by side.
@@ -52,13 +54,9 @@ class Collector(AttentionListener):
         chosen: Names of the layers to measure; None for all.
         probes: Probes that measure them.
         sampling: Forwards, images and classes to measure.
-        layers: Measured layers, by name and kind of probe; those with attention are known after
-            their first forward.
         sums: Sums and maps since the previous mark.
         earlier: Sums since the previous mark of a process that was killed.
-        missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
         advice: Arguments that the user can give for layers without a known grid, by layer.
-        order: Positions of the layers in the model, by name.
         model_class: Name of the model's class.
         forwards: Count of the forwards and images since the previous mark.
         lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to
@@ -87,11 +85,11 @@ class Collector(AttentionListener):
         self._is_detailed = any(probe.detailed for probe in self.attention_probes)
         self.names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
-        self.order = {name: place for place, name in enumerate(self.names.values())}
-        self.layers: dict[Key, MeasuredLayer] = {}
+        self._positions = {name: place for place, name in enumerate(self.names.values())}
+        self._layers: dict[Key, MeasuredLayer] = {}
         self.earlier: list[Mapping[Key, EpochSums]] = []
         self.sums = RunningSums()
-        self.missing: dict[str, dict[str, str]] = {}
+        self._missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         # Code that is hidden from this recorder runs at a greater depth, and its gradients are
         # ignored.
@@ -128,10 +126,33 @@ class Collector(AttentionListener):
             raise
 
     @property
+    def layers(self) -> dict[Key, MeasuredLayer]:
+        """Measured layers, by name and kind of probe, in the model's order;
+        those with attention are known after their first forward.
+        """
+        # Layers that waited are measured after others, and some first run in a later forward.
+        return {key: self._layers[key] for key in sorted(self._layers, key=self._position)}
+
+    @property
+    def missing(self) -> dict[str, dict[str, str]]:
+        """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
+        return {name: self.in_order(reasons) for name, reasons in self._missing.items()}
+
+    def in_order(self, by_layer: Mapping[str, T]) -> dict[str, T]:
+        """Return a table of layers in the model's order."""
+        return dict(sorted(by_layer.items(), key=self._position))
+
+    def _position(self, entry: tuple[str, Any]) -> tuple[int, str]:
+        # "name#1" is the second attention in a call of the module "name". A layer of the recording
+        # that this model lacks comes last.
+        name = entry[0]
+        return self._positions.get(name.split("#")[0], len(self._positions)), name
+
+    @property
     def unmarked_images(self) -> int:
         """Number of images that were measured since the previous mark."""
         # Layers see different numbers of images if the model skips layers for some images.
-        return max(map(self.sums.images, [*self.layers]), default=0)
+        return max(map(self.sums.images, [*self._layers]), default=0)
 
     def remove(self) -> None:
         """Detach from the model. This may be called more than once."""
@@ -154,10 +175,10 @@ class Collector(AttentionListener):
         sums = self.sums.read()
         # All ranks use the same order, because reading the parameters of a sharded layer waits for
         # the other ranks.
-        for key in sorted(self.layers):
+        for key in sorted(self._layers):
             layer_sums = sums.setdefault(key, EpochSums())
-            layer_sums.squares = self.layers[key].gradients.read()
-            layer_sums.state = self.layers[key].read_state()
+            layer_sums.squares = self._layers[key].gradients.read()
+            layer_sums.state = self._layers[key].read_state()
         return sums
 
     def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
@@ -378,15 +399,13 @@ class Collector(AttentionListener):
 
     def _layer(self, name: str, module: nn.Module, probe: Probe) -> MeasuredLayer:
         key = name, probe.kind
-        if key not in self.layers:
-            self.layers[key] = MeasuredLayer(name, module, probe, self._ignores_gradients)
-            # "name#1" has the position of the module "name".
-            self.order.setdefault(name, self.order[self.names[module]])
-        return self.layers[key]
+        if key not in self._layers:
+            self._layers[key] = MeasuredLayer(name, module, probe, self._ignores_gradients)
+        return self._layers[key]
 
     def expect(self, layer: str, kind: str) -> None:
         """Add a layer that only another rank or an earlier process has measured."""
-        if (layer, kind) not in self.layers:
+        if (layer, kind) not in self._layers:
             probe = next(probe for probe in self.attention_probes if probe.kind == kind)
             modules = {name: module for module, name in self.names.items()}
             # "name#1" is the second attention in a call of the module "name".
@@ -394,19 +413,19 @@ class Collector(AttentionListener):
 
     def _all(self) -> list[MeasuredLayer]:
         # This is a copy, as a forward in another thread may add layers during an iteration.
-        return list(self.layers.values())
+        return list(self._layers.values())
 
     def note_missing(self, layer: str, variables: Iterable[str], reason: str) -> None:
         """Note why a layer is recorded without variables."""
         for variable in variables:
-            self.missing.setdefault(variable, {})[layer] = reason
+            self._missing.setdefault(variable, {})[layer] = reason
 
     def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
         """Note that no image had reached a layer at a mark,
         unless another reason is known for a variable.
         """
         for variable in variables:
-            reasons = self.missing.setdefault(variable, {})
+            reasons = self._missing.setdefault(variable, {})
             if reasons.get(layer, UNREACHED).startswith(UNREACHED):
                 reasons[layer] = f"{UNREACHED} {mark}"
 
@@ -431,7 +450,7 @@ class Collector(AttentionListener):
     def _is_full(self) -> bool:
         # Layers may see different numbers of images; forwards are skipped once all layers have
         # enough.
-        layers = [*self.layers.items()]
+        layers = [*self._layers.items()]
         counts = [self.sums.images(key) for key, layer in layers if layer.probe.runs]
         limit = self.sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit

@@ -199,12 +199,11 @@ def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
     return np.full(shape, fill, dtype=variable.dtype)
 
 
-def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[str, Group]:
-    """Return the groups that hold these layers, in the model's order."""
+def groups_of(entries: Iterable[LayerValues]) -> dict[str, Group]:
+    """Return the groups that hold these layers, in their order."""
     groups = {"": Group({}, {})}
     places: dict[str, list[LayerValues]] = {}
-    # Several attentions of a module have the same position, and are sorted by name.
-    for entry in sorted(entries, key=lambda entry: (order[entry.layer], entry.layer)):
+    for entry in entries:
         places.setdefault(entry.place, []).append(entry)
     for place, members in places.items():
         group = Group.together(members)
@@ -222,9 +221,7 @@ def groups_of(entries: Iterable[LayerValues], order: Mapping[str, int]) -> dict[
     return groups
 
 
-def with_joined(
-    groups: Groups, entries: Iterable[LayerValues], order: Mapping[str, int]
-) -> dict[str, Group]:
+def with_joined(groups: Groups, entries: Iterable[LayerValues]) -> dict[str, Group]:
     """Return the groups of a recording with the layers
     that have run for the first time, after those that are there.
     """
@@ -237,7 +234,7 @@ def with_joined(
         if entry.has_run and (_kind_of_place(entry.place), entry.layer) not in known
     ]
     extended = dict(groups)
-    for place, group in groups_of(joining, order).items():
+    for place, group in groups_of(joining).items():
         if group.layers or place not in groups:
             members = [groups[place], group] if place in groups else [group]
             extended[place] = Group.together(members)

@@ -197,20 +197,19 @@ class Recorder:
         """Names of the recorded layers, in the model's order;
         attention layers are known after the first forward.
         """
-        names = {name for name, _ in self._collector.layers}
-        return tuple(sorted(names, key=lambda name: (self._collector.order[name], name)))
+        return tuple(dict.fromkeys(name for name, _ in self._collector.layers))
 
     @property
     def unsupported(self) -> dict[str, str]:
         """Reasons why layers that look like attention cannot be recorded,
         by layer; known after the first forward.
         """
-        return dict(self._collector.stream.unsupported)
+        return self._collector.in_order(self._collector.stream.unsupported)
 
     @property
     def missing(self) -> dict[str, dict[str, str]]:
         """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
-        return {variable: dict(layers) for variable, layers in self._collector.missing.items()}
+        return self._collector.missing
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
@@ -401,13 +400,13 @@ class Recorder:
         entries = number_values(collector, sums) + map_values(collector)
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and
         # may extend them.
-        groups = self._groups or groups_of(entries, collector.order)
+        groups = self._groups or groups_of(entries)
         warned: list[str] = []
         if store.groups is not None and store.has_layers:
             if self._groups is None:
                 kinds = {probe.kind for probe in collector.probes}
                 check_resumed(store.groups, groups, kinds)
-            groups = with_joined(store.groups, entries, collector.order)
+            groups = with_joined(store.groups, entries)
             if self._groups is None:
                 warned += warn_of_joined(store.groups, groups)
         values, dropped = assemble(entries, groups)
@@ -474,7 +473,7 @@ class Recorder:
         for layer in self.layers:
             unsupported.pop(layer, None)
         for variable, layers in self.missing.items():
-            missing[variable] = missing.get(variable, {}) | layers
+            missing[variable] = self._collector.in_order(missing.get(variable, {}) | layers)
         return {
             "unsupported": json.dumps(unsupported | self.unsupported),
             "missing": json.dumps(missing),
@@ -497,7 +496,7 @@ class Recorder:
         with advice, once for each layer.
         """
         layers: dict[str, list[str]] = {}
-        for layer, advice in self._collector.advice.items():
+        for layer, advice in self._collector.in_order(self._collector.advice).items():
             if layer in self.layers:
                 layers.setdefault(advice, []).extend(self._once(layer, [layer]))
         return [

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from scipy import stats
 from torch import nn
 
@@ -33,6 +34,7 @@ from common.verdicts import (
     verdict,
 )
 from tcnn_model import GPSA, gpsa_layers
+from tcnn_probe.evaluation import mean_interval
 
 
 @pytest.fixture
@@ -275,6 +277,10 @@ def test_an_effect_that_varies_by_seed_alone_is_a_t_test() -> None:
     np.testing.assert_allclose(
         [effect.low, effect.high, effect.p_value], [*interval, expected.pvalue]
     )
+    values = by_seed[:, None] * np.arange(11)
+    bounds = mean_interval(xr.DataArray(values, dims=("seed", "image")), ("seed", "image"))
+    effect = crossed_effect(values)
+    np.testing.assert_allclose([effect.low, effect.high], bounds)
     alone = crossed_effect(np.ones((1, 5)))
     assert alone.low == -np.inf
     assert alone.high == np.inf

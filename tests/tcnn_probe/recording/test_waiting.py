@@ -1,6 +1,7 @@
 """Layers of one shape that are measured together have the numbers of those measured alone."""
 
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Callable
@@ -134,6 +135,34 @@ def _check(model: nn.Module, options: dict[str, Any], monkeypatch: pytest.Monkey
     entropies = together["heads"].entropy.values
     entropies = entropies[np.isfinite(entropies)]
     assert len(set(entropies.round(9))) == entropies.size  # of different heads and layers
+
+
+class NoGrid(HeadsByLayer):
+    """Layers of two, three and two heads whose tokens are in no grid; the last one begins first."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)[:, :690].unflatten(1, (23, 30))
+        x = x + self.layers[2](x)
+        return (x + self.layers[0](x) + self.layers[1](x)).mean(1)
+
+
+@pytest.mark.parametrize("waiting", [(), (2,), (3,), (2, 3)])
+def test_reasons_and_layers_are_in_the_order_of_the_model(
+    waiting: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_small = property(lambda attention: attention.heads in waiting)
+    monkeypatch.setattr(SoftmaxAttention, "is_small", is_small)
+    model, layers = NoGrid().double().eval(), ("layers.0", "layers.1", "layers.2")
+    message = rf"maps of {', '.join(layers)}: "
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        model(torch.randn(2, 3, 35, 35, dtype=torch.float64))
+        with pytest.warns(RuntimeWarning, match=message):
+            recorder.mark(epoch=0)
+    dataset = recorder.dataset
+    assert recorder.layers == tuple(dataset.layer.values) == layers
+    for missing in (recorder.missing, json.loads(dataset.attrs["missing"])):
+        assert "attention_distance" in missing
+        assert {tuple(reasons) for reasons in missing.values()} == {layers}
 
 
 # In float64 the layers of a batch of 4 and of 3 images have queries of 10 and 7.5 kB and as many
