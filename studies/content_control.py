@@ -50,7 +50,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.content_arms import ARMS, CPU_OPTION, PROTOCOL
+from common.content_arms import ARMS, PROTOCOL
 from common.content_report import COLORS, MARGIN, difference_by_seed, stacked, tree_of
 from common.content_runs import Run, train_and_measure
 from common.option_table import small_option
@@ -293,7 +293,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             choices="ACDTU",
         ),
         Option("--steps", "steps of each arm", from_least(4), 1400, small=4),
-        CPU_OPTION,
+        Option("--device", "only the CPU", default="cpu", choices=["cpu"]),
         small_option("few scenes and steps, one dose, 20 seconds"),
     ]
     args = parse_options(__doc__, "content_control", arguments, {"runs": options})

@@ -104,12 +104,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.content_arms import ARMS, CPU_OPTION, PROTOCOL
+from common.content_arms import ARMS, PROTOCOL
 from common.content_data import Features, Images, load_images
 from common.content_report import check, draw, report, tree_of
 from common.content_runs import Run, answers, train_and_measure
 from common.option_table import small_option
-from common.options import Option, from_least, parse_options, positive_number
+from common.options import Option, from_least, parse_options, positive_number, torch_device
 from common.output import InputError, RunOutput, ended, finish, refused
 from common.resnet20 import ResNet20, Tail, Trunk, load_weights
 from common.small_images import normalized, views
@@ -155,9 +155,12 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             continue
         # One view of every image for each epoch.
         views = -(-args.steps * args.batch_size // len(images.train))
+        # A GPU computes features faster than a disk gives them.
+        views = views if args.device == "cpu" else 0
         cache = folder / f"features_{blocks}"
         sizes = {"reference": args.reference, "probed": args.probed}
-        features = Features(Trunk(cnn, blocks), images, cache, count=views, **sizes)
+        trunk = Trunk(cnn, blocks).to(args.device)
+        features = Features(trunk, images, cache, count=views, **sizes)
         for run in runs:
             train_and_measure(
                 # Each arm starts from the CNN in eval mode, in which accuracy is measured.
@@ -197,7 +200,7 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
         curve = fine_tune(model, images, args)
         # A file of this name is complete, even if the run is killed now.
         temporary = file.with_name(f"{file.name}.tmp")
-        torch.save({"model": model.state_dict(), "held_out": curve}, temporary)
+        torch.save({"model": model.cpu().state_dict(), "held_out": curve}, temporary)
         temporary.replace(file)
     model.load_state_dict(torch.load(file, weights_only=True)["model"])
     return model.eval().requires_grad_(True)
@@ -209,18 +212,21 @@ def fine_tune(model: ResNet20, images: Images, args: argparse.Namespace) -> list
     batch_size, peak = 2 * args.batch_size, 2e-3
     train, held_out = images.train, images.held_out
     # Convolutions on the CPU are faster in this layout.
-    model.to(memory_format=torch.channels_last)
+    model.to(args.device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.05, fused=True)
     per_epoch = max(1, len(train) // batch_size)
     steps = args.cnn_epochs * per_epoch
     batches = (
-        (normalized(views(train, rows, view)), torch.from_numpy(train.labels[rows]))
+        (
+            normalized(views(train, rows, view)).to(args.device),
+            torch.from_numpy(train.labels[rows]).to(args.device),
+        )
         for rows, view in order_of_images(len(train), steps, batch_size, seed=0)
     )
     curve: list[float] = []
 
     def loss_of(pixels: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.amp):
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=args.amp):
             scores = model.train()(pixels)
         # The loss is computed in float32, because that of bfloat16 scores has three digits.
         return F.cross_entropy(scores.float(), labels, label_smoothing=LABEL_SMOOTHING)
@@ -311,7 +317,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "train nothing, and tabulate the runs that exist",
             bool,
         ),
-        CPU_OPTION,
+        Option("--device", "device of torch; the protocol's is the CPU", torch_device, "cpu"),
         small_option("few digits, a narrow network, few steps, 20 seconds", only="digits"),
     ]
     groups = {"model and data": model_and_data, "training": training, "runs": runs}

@@ -13,22 +13,17 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup
 from torch import Tensor, nn
 
-from common.options import Option
 from common.stepwise import LABEL_SMOOTHING, rate_factor, take_steps
 from tcnn_model import GPSA, gpsa_layers, parameter_groups, reparameterize
 
 __all__ = [
     "ARMS",
-    "CPU_OPTION",
     "PROTOCOL",
     "OffsetKernelGPSA",
     "StaticMapGPSA",
     "converted",
     "train_tail",
 ]
-
-CPU_OPTION = Option("--device", "only the CPU", default="cpu", choices=["cpu"])
-"""Option for the device: autocast, its numbers and the layout of images are those of the CPU."""
 
 PROTOCOL = {
     "lr": 1e-3,
@@ -287,7 +282,7 @@ def train_tail(
         model.train()
         if options["frozen_statistics"]:
             _freeze_statistics(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=options["amp"]):
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=options["amp"]):
             scores = model(features)
         # timm's Mixup has smoothed the class probabilities already.
         smoothing = 0.0 if arm.mixes else LABEL_SMOOTHING

@@ -89,7 +89,8 @@ class Features:
         trunk: Frozen trunk, in eval mode.
         images: Images of the run.
         cache: Folder of the files.
-        count: Number of views of each training image.
+        count: Number of views of each training image that are kept; 0 to compute their features at
+            each step, as a GPU does faster than a disk gives them.
         reference, probed: Number of training images over which static attention is averaged, and of
             held-out images that are recorded.
     """
@@ -105,11 +106,16 @@ class Features:
         probed: int,
     ) -> None:
         self.trunk = trunk.eval()
+        self.device = next(trunk.parameters()).device
         self.images = images
-        self._views = _cached(
-            cache / "train.npy",
-            lambda: self._of_views(count),
-            (count, len(images.train)),
+        self._views = (
+            _cached(
+                cache / "train.npy",
+                lambda: self._of_views(count),
+                (count, len(images.train)),
+            )
+            if count
+            else None
         )
         self.test = _cached(
             cache / "test.npy",
@@ -123,9 +129,10 @@ class Features:
             corrupted.shape[:2],
         )
         train, held_out = images.train, images.held_out
-        self.reference = self.as_given(self._of(train.pixels[spread(len(train), reference)]))
+        rows = spread(len(train), reference)
+        self.reference = self.as_given(self._of(train.pixels[rows])).to(self.device)
         rows = spread(len(held_out), probed)
-        self.probed = self.as_given(self._of(held_out.pixels[rows]))
+        self.probed = self.as_given(self._of(held_out.pixels[rows])).to(self.device)
         self.probed_labels = held_out.labels[rows]
 
     @staticmethod
@@ -135,6 +142,10 @@ class Features:
 
     def batches(self, steps: int, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield features and labels of each step."""
+        if self._views is None:
+            for pixels, labels in self.pixel_batches(steps, batch_size, seed):
+                yield self._half(pixels).float(), labels
+            return
         for rows, view in order_of_images(len(self.images.train), steps, batch_size, seed):
             yield (
                 self.as_given(self._views[view, rows]),
@@ -148,8 +159,8 @@ class Features:
         train = self.images.train
         for rows, view in order_of_images(len(train), steps, batch_size, seed):
             yield (
-                normalized(views(train, rows, view)),
-                torch.from_numpy(train.labels[rows]),
+                normalized(views(train, rows, view)).to(self.device),
+                torch.from_numpy(train.labels[rows]).to(self.device),
             )
 
     def _of_views(self, count: int) -> Iterator[NDArray[np.float16]]:
@@ -158,17 +169,20 @@ class Features:
             yield self._of(views(self.images.train, rows, np.full(len(rows), view)))
 
     def _of(self, pixels: NDArray[np.uint8], batch_size: int = 250) -> NDArray[np.float16]:
-        with torch.inference_mode():
-            parts = [
-                # Half precision takes half the space on disk, and its rounding is far below the
-                # noise of a batch.
-                self.trunk(normalized(pixels[start : start + batch_size]))
-                .half()
-                .contiguous()
-                .numpy()
-                for start in range(0, len(pixels), batch_size)
-            ]
+        parts = [
+            self._half(normalized(pixels[start : start + batch_size]).to(self.device))
+            .contiguous()
+            .cpu()
+            .numpy()
+            for start in range(0, len(pixels), batch_size)
+        ]
         return np.concatenate(parts)
+
+    @torch.no_grad()
+    def _half(self, pixels: Tensor) -> Tensor:
+        # Half precision takes half the space on disk, and its rounding is far below the noise of a
+        # batch.
+        return self.trunk(pixels).half()
 
 
 def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:

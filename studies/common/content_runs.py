@@ -90,10 +90,10 @@ def train_and_measure(
     arm = ARMS[run.arm]
     steps, batch_size = options["steps"], options["batch_size"]
     model = (
-        converted(tail, arm, run.start, features.probed, run.seed)
+        converted(tail, arm, run.start, features.probed[:1].cpu(), run.seed)
         if arm.attends
         else copy.deepcopy(tail)
-    )
+    ).to(features.probed.device)
     # Sums of learning rates are reported in units of these, so they are taken before training.
     stds = _initial_stds(model, tail)
     if arm.mixes:
@@ -213,11 +213,12 @@ def answers(
 ) -> NDArray[np.int64]:
     """Return the most probable class of each image."""
     model.eval()
+    device = next(model.parameters()).device
     classes = []
     for start in range(0, len(features), batch_size):
         part = features[start : start + batch_size]
-        scores = model(part if isinstance(part, Tensor) else Features.as_given(part))
-        classes.append(scores.argmax(1).numpy())
+        given = part if isinstance(part, Tensor) else Features.as_given(part)
+        classes.append(model(given.to(device)).argmax(1).cpu().numpy())
     return np.concatenate(classes)
 
 

@@ -104,8 +104,8 @@ def views(
         Pixels, shape (B, H, W, 3).
     """
     height, width = images.pixels.shape[1:3]
-    moves = np.stack([_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)])[
-        view, rows
+    moves = [
+        _moves(seed, int(number), len(images))[row] for number, row in zip(view, rows, strict=True)
     ]
     crops = np.zeros((len(rows), height, width, 3), np.uint8)
     # Only the images of this batch are padded: a padded copy of all 32 x 32 images would take 1.6

@@ -22,6 +22,7 @@ from common.content_arms import (
     converted,
     train_tail,
 )
+from common.content_data import Features, Images
 from common.content_report import _together
 from common.resnet20 import ResNet20, Tail, Trunk
 from common.small_images import SmallImages, views
@@ -238,6 +239,27 @@ def test_a_view_is_a_reproducible_crop_of_the_padded_image() -> None:
         mirrored = [crop[:, ::-1] for crop in crops]
         # The view matches exactly one of the crops and their mirror images.
         assert sum(np.array_equal(view, crop) for crop in crops + mirrored) == 1
+
+
+def test_features_of_each_step_are_those_that_a_cache_holds(
+    network: ResNet20, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    shown = [
+        SmallImages(rng.integers(0, 255, (count, 20, 28, 3), dtype=np.uint8), np.arange(count) % 7)
+        for count in (11, 5, 3)
+    ]
+    images = Images(*shown, rng.integers(0, 255, (2, 3, 20, 28, 3), dtype=np.uint8), np.arange(3))
+    trunk = Trunk(network, 2).eval()
+    cached, computed = (
+        Features(trunk, images, tmp_path / f"{count}", count=count, reference=4, probed=4)
+        for count in (2, 0)
+    )
+    pairs = itertools.zip_longest(*(part.batches(5, 4, seed=1) for part in (cached, computed)))
+    for (features, labels), (again, same_labels) in pairs:
+        # Batches of other sizes may be summed in another order: one unit of half precision.
+        torch.testing.assert_close(features, again, rtol=2**-10, atol=2**-20)
+        assert torch.equal(labels, same_labels)
 
 
 def difference_of_two_models(
