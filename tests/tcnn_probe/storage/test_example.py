@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import tcnn_probe
+from tcnn_probe.command_line import main
 from tcnn_probe.storage import EpochStore
 
 
@@ -63,11 +64,15 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path / "run.zarr"
 
 
-def test_an_earlier_recording_is_typed_by_the_earlier_rule(earlier: Path) -> None:
+def test_an_earlier_recording_has_types_by_the_gate_alone(
+    earlier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     heads = tcnn_probe.open(earlier)["heads"].dataset
-    with pytest.warns(FutureWarning, match="record it anew"):
-        types = tcnn_probe.head_types(heads)
-    assert (types.isel(epoch=0) == "convolutional").any()
+    assert (tcnn_probe.head_types(heads, by="gate").isel(epoch=0) == "convolutional").any()
+    with pytest.raises(ValueError, match=r"expect .offset_information. .* by=.gate. does without"):
+        tcnn_probe.head_types(heads)
+    assert main(["show", str(earlier)]) == 0
+    assert "types of heads: the recording lacks" in capsys.readouterr().out
 
 
 def test_an_earlier_recording_is_continued(earlier: Path) -> None:
