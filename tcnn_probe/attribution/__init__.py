@@ -14,7 +14,6 @@ from tcnn_probe.attribution.captum_methods import captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.faithfulness import METRICS, faithfulness
-from tcnn_probe.attribution.perturbation import infidelity, sensitivity
 from tcnn_probe.attribution.rollout import rollout
 from tcnn_probe.attribution.saliency import METHODS, saliency
 
@@ -27,11 +26,9 @@ __all__ = [
     "deletion_curve",
     "energy_inside",
     "faithfulness",
-    "infidelity",
     "insertion_curve",
     "pointing_game",
     "rank_correlation",
     "rollout",
     "saliency",
-    "sensitivity",
 ]

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +21,6 @@ from tcnn_probe.attribution.agreement import (
 )
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
-from tcnn_probe.attribution.perturbation import infidelity, sensitivity
 from tcnn_probe.attribution.pixels import is_constant
 from tcnn_probe.attribution.saliency import (
     Attribution,
@@ -40,8 +38,6 @@ from tcnn_probe.provenance import provenance
 
 __all__ = ["METRICS", "Metric", "faithfulness"]
 
-_MAPS_ALONE = "given as maps, which cannot be computed for a changed image"
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -50,34 +46,29 @@ class Metric:
     Args:
         function: Function that returns a number for each image, (B,), or a curve: shares and
             values.
-        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that
-            computes maps.
+        takes: Its input: "maps" of a model, maps and "masks", or maps and "others".
         long_name: Name in words.
         range: Possible values.
         better: Direction of better maps.
         source: Publication.
-        units: Units of the numbers.
     """
 
     function: Callable[..., Any]
-    takes: Literal["maps", "masks", "others", "method"]
+    takes: Literal["maps", "masks", "others"]
     long_name: str
     range: str
     better: Literal["higher", "lower", "neither"]
     source: str
-    units: str = "1"
 
     @property
     def attrs(self) -> dict[str, str]:
         """Attributes of the measure's variable."""
-        names = ("long_name", "units", "range", "better", "source")
-        return {name: getattr(self, name) for name in names} | {
-            "definition": first_paragraph(self.function)
-        }
+        names = ("long_name", "range", "better", "source")
+        attrs = {name: getattr(self, name) for name in names}
+        return attrs | {"units": "1", "definition": first_paragraph(self.function)}
 
 
 _RISE = "Petsiuk et al. 2018, RISE: Randomized Input Sampling for Explanation of Black-box Models"
-_YEH = "Yeh et al. 2019, On the (In)fidelity and Sensitivity of Explanations; by captum"
 _ZHANG = "Zhang et al. 2018, Top-down Neural Attention by Excitation Backprop"
 METRICS: Mapping[str, Metric] = {
     "deletion_auc": Metric(
@@ -112,16 +103,6 @@ METRICS: Mapping[str, Metric] = {
         "higher",
         _ZHANG,
     ),
-    "infidelity": Metric(
-        infidelity,
-        "maps",
-        "infidelity",
-        "from 0",
-        "lower",
-        _YEH,
-        units="score of the class, squared",
-    ),
-    "sensitivity": Metric(sensitivity, "method", "sensitivity", "from 0", "lower", _YEH),
     "rank_correlation": Metric(
         rank_correlation,
         "others",
@@ -148,8 +129,6 @@ def faithfulness(
     start: float | Tensor | Literal["blur"] = "blur",
     score: Score | None = None,
     tolerance: float = 0.0,
-    samples: int = 16,
-    radius: float = 0.02,
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
@@ -162,12 +141,12 @@ def faithfulness(
         print(scores.pointing_game.mean("image").to_pandas())
         print(tcnn_probe.evaluation.mean_interval(scores.sel(attribution="gradcam").pointing_game))
 
-    The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity",
-    "sensitivity" and "rank_correlation". The functions of these names in
-    :mod:`tcnn_probe.attribution` (``deletion_curve`` and ``insertion_curve`` with ``area_under``
-    for the first two) take plain tensors. A constant map shows nothing: its scores are NaN, with a
-    warning. The scores of a map with a NaN are NaN. If the model does not support one of several
-    methods, it is left out, with a warning.
+    The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game" and
+    "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution`
+    (``deletion_curve`` and ``insertion_curve`` with ``area_under`` for the first two) take plain
+    tensors. A constant map shows nothing: its scores are NaN, with a warning. The scores of a map
+    with a NaN are NaN. If the model does not support one of several methods, it is left out, with a
+    warning.
 
     Args:
         model: Model that returns a score for each class, shape (B, K), or an object with such
@@ -184,30 +163,24 @@ def faithfulness(
         options: Options of the methods that are computed now, by name.
         batch_size: Number of images in the model at a time.
         steps: Number of steps of the deletion and insertion curves.
-        baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image
-            (C, H, W).
+        baseline: Background that replaces deleted pixels: a number, or an image (C, H, W).
         start: Image at which insertion starts: "blur", or a number or an image.
         score: Score that is measured while pixels are deleted or inserted, see
             :func:`tcnn_probe.attribution.deletion_curve`: "softmax" (None), "sigmoid" for several
             labels or one output that tells two classes apart, or "logit" for numbers, as in
-            regression. Infidelity is of the logit, which methods that are computed now explain.
+            regression.
         tolerance: Tolerance of the pointing game, in pixels.
-        samples: Number of random changes of each image, for infidelity and sensitivity.
-        radius: Largest change of an entry of the image, for sensitivity.
-        seed: Seed of all random numbers, which are the same for each image and do not depend on
-            batches.
+        seed: Seed of the order of pixels of equal saliency.
         progress: Whether to show a progress bar, see :func:`tcnn_probe.saliency`.
 
     Returns:
         Dataset with the dims (attribution, image), and (attribution, other, image) for
-        "rank_correlation", float64. The ``attrs`` define each variable. Sensitivity needs a method
-        that can be computed again; its ``attrs["missing"]`` has the reasons, in JSON, why it is NaN
-        for some attributions.
+        "rank_correlation", float64. The ``attrs`` define each variable.
 
     Raises:
         ValueError, TypeError: Images, maps, masks, methods, metrics or options have another type or
-            are out of range; or a requested metric lacks masks, a method that can be computed
-            again, or a score: the model gives features, or one number and no ``score``.
+            are out of range; or a requested metric lacks masks, or a score: the model gives
+            features, or one number and no ``score``.
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -225,9 +198,8 @@ def faithfulness(
         "start": start,
         "score": score,
         "tolerance": tolerance,
-        "samples": samples,
+        "seed": seed,
     }
-    settings |= {"radius": radius, "seed": seed}
     variables: dict[str, xr.Variable] = {}
     # Computing the maps counts as one more metric.
     total = len(attributions) * (1 + len(selected)) * len(images)
@@ -268,19 +240,14 @@ def faithfulness(
             # A metric gets the settings for which its function has a parameter.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
-            for attribution, judged, flat in zip(attributions, maps, constant, strict=True):
+            for judged, flat in zip(maps, constant, strict=True):
                 if metric.takes == "masks":
                     result = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
                     result = torch.stack([metric.function(judged, reference) for reference in maps])
-                elif metric.takes == "method" and attribution.explain is None:
-                    result = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
-                    subject: Any = judged
-                    if metric.takes == "method":
-                        subject = partial(_explain, attribution, model, batch_size)
                     result = metric.function(
-                        model, images, subject, explained, batch_size=batch_size, **used
+                        model, images, judged, explained, batch_size=batch_size, **used
                     )
                 values = area_under(*result) if isinstance(result, tuple) else result
                 scores.append(values.masked_fill(flat.to(values.device), torch.nan))
@@ -294,10 +261,6 @@ def faithfulness(
             if used.get("score") == "logit":
                 attrs |= {"units": "score of the class", "range": "any number"}
             variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
-    if "sensitivity" in selected:
-        missing = {x.name: _MAPS_ALONE for x in attributions if x.explain is None}
-        variables["sensitivity"].attrs["missing"] = json.dumps(missing)
-
     for name, reason in unsupported.items():
         warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
     flat_maps = {x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)}
@@ -325,13 +288,8 @@ def _select_metrics(
     has_masks: bool,
 ) -> dict[str, Metric]:
     """Return the metrics by name; raise ValueError for one that cannot be computed."""
-    maps_only = [x.name for x in attributions if x.explain is None]
     if metrics is None:
-        lacking = {
-            "masks": not has_masks,
-            "method": len(maps_only) == len(attributions),
-            "others": len(attributions) == 1,
-        }
+        lacking = {"masks": not has_masks, "others": len(attributions) == 1}
         names = [name for name, metric in METRICS.items() if not lacking.get(metric.takes)]
     else:
         names = [metrics] if isinstance(metrics, str) else list(metrics)
@@ -341,13 +299,6 @@ def _select_metrics(
         if METRICS[name].takes == "masks" and not has_masks:
             raise ValueError(
                 f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)"
-            )
-        # If the user names no metrics, this one is computed for the methods, and is NaN for maps
-        # that were given.
-        if METRICS[name].takes == "method" and maps_only and metrics is not None:
-            raise ValueError(
-                f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was "
-                f"{_MAPS_ALONE}"
             )
     return {name: METRICS[name] for name in names}
 
@@ -366,21 +317,6 @@ def _check_without_score(
         raise ValueError(
             f"{', '.join(map(repr, needing))}: {error}. Metrics that need no score: {free}"
         ) from error
-
-
-def _explain(
-    attribution: Attribution,
-    model: nn.Module,
-    batch_size: int,
-    images: Tensor,
-    targets: Tensor,
-) -> Tensor:
-    """Compute the maps of a method again, with the order
-    of arguments in which :func:`sensitivity` calls it.
-    """
-    assert attribution.explain is not None
-    maps, _layer = attribution.explain(model, images, targets, batch_size)
-    return maps
 
 
 def _find_attributions(
@@ -442,7 +378,7 @@ def _as_masks(masks: Any, images: Tensor) -> Tensor:
 
 
 def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
-    """Return the user's maps as an attribution that cannot be computed again."""
+    """Return the user's maps as an attribution."""
     targets = None
     if isinstance(maps, xr.DataArray):
         if {*maps.dims} != {"image", "y", "x"}:

@@ -7,23 +7,19 @@ Measures that exist for single images are returned by image, for
 """
 
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores
-from tcnn_probe.representation.cka import LinearCKA, linear_cka
+from tcnn_probe.representation.cka import linear_cka
 from tcnn_probe.representation.dense_probe import dense_probe, layer_dense_probe
-from tcnn_probe.representation.drift import gram_distance, layer_drift
 from tcnn_probe.representation.linear_probe import linear_probe_correct
 from tcnn_probe.representation.neighbors import average_precision, knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio, pca_energy
 from tcnn_probe.representation.token_similarity import token_cosine
 
 __all__ = [
-    "LinearCKA",
     "average_precision",
     "dense_probe",
-    "gram_distance",
     "knn_correct",
     "layer_cka",
     "layer_dense_probe",
-    "layer_drift",
     "layer_scores",
     "linear_cka",
     "linear_probe_correct",

@@ -1,7 +1,5 @@
 """Measures of recorded features, labelled by epoch and layer."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
@@ -10,7 +8,7 @@ from tcnn_probe.representation.cka import linear_cka
 from tcnn_probe.representation.neighbors import knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio
 
-__all__ = ["layer_cka", "layer_scores", "load_features", "own_channels", "with_descriptions"]
+__all__ = ["layer_cka", "layer_scores"]
 
 _ABOUT = {
     "knn_correct": (
@@ -44,11 +42,11 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         others. NaN where the features of an image are missing, or infinite because large numbers
         overflow in float16.
     """
-    features = load_features(features)
+    features = _load_features(features)
     images = features.sizes["image"]
 
     def scores(values: np.ndarray) -> tuple[np.ndarray, float]:
-        matrix = own_channels(values)
+        matrix = _own_channels(values)
         if matrix is None:
             return np.full(images, np.nan), np.nan
         # The result is a float, because NaN stands for missing features.
@@ -63,12 +61,8 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         output_core_dims=[["image"], []],
         vectorize=True,
     )
-    return with_descriptions(xr.Dataset(dict(zip(_ABOUT, arrays, strict=True))), _ABOUT)
-
-
-def with_descriptions(ds: xr.Dataset, about: Mapping[str, tuple[str, str]]) -> xr.Dataset:
-    """Give each variable its unit, 1, and its long name and description."""
-    for name, (long_name, description) in about.items():
+    ds = xr.Dataset(dict(zip(_ABOUT, arrays, strict=True)))
+    for name, (long_name, description) in _ABOUT.items():
         ds[name].attrs = {"units": "1", "long_name": long_name, "description": description}
     return ds
 
@@ -87,11 +81,11 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
         CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image
         are missing or infinite.
     """
-    features = load_features(features)
-    others = features if others is None else load_features(others)
+    features = _load_features(features)
+    others = features if others is None else _load_features(others)
 
     def cka(values: np.ndarray, other_values: np.ndarray) -> float:
-        x, y = own_channels(values), own_channels(other_values)
+        x, y = _own_channels(values), _own_channels(other_values)
         return np.nan if x is None or y is None else linear_cka(x, y)
 
     values = xr.apply_ufunc(
@@ -109,7 +103,7 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
     return values.rename("cka").assign_attrs(about)
 
 
-def own_channels(values: np.ndarray) -> np.ndarray | None:
+def _own_channels(values: np.ndarray) -> np.ndarray | None:
     """Drop the channels beyond a layer's own, (image, channel);
     return None if a number is missing or infinite.
     """
@@ -118,7 +112,7 @@ def own_channels(values: np.ndarray) -> np.ndarray | None:
     return matrix if matrix.size and np.isfinite(matrix).all() else None
 
 
-def load_features(features: xr.DataArray) -> xr.DataArray:
+def _load_features(features: xr.DataArray) -> xr.DataArray:
     """Load features into memory; raise ValueError if they lack the dims "image" or "channel"."""
     if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
         got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__

@@ -128,9 +128,7 @@ def test_faithfulness_leaves_no_trace() -> None:
     before = Everything(model, x)
     masks = torch.zeros(2, *CONVOLVED, dtype=torch.bool)
     masks[:, 3:9] = True
-    scores = tcnn_probe.faithfulness(
-        model, x, ["class_attention", backward], masks=masks, samples=2, steps=3
-    )
+    scores = tcnn_probe.faithfulness(model, x, ["class_attention", backward], masks=masks, steps=3)
     assert set(scores) == set(METRICS)
     before.check(model, x)
 
@@ -206,13 +204,7 @@ def test_attribution_is_not_recorded(method: str) -> None:
             model(x)
             if meanwhile:
                 np.testing.assert_array_equal(maps_of(model, x, method), expected)
-                tcnn_probe.faithfulness(
-                    model,
-                    x,
-                    [method],
-                    metrics=["deletion_auc", "sensitivity"],
-                    samples=1,
-                )
+                tcnn_probe.faithfulness(model, x, [method], metrics="deletion_auc")
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())

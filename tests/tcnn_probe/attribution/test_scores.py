@@ -92,7 +92,7 @@ def with_one_output() -> nn.Module:
 def test_models_without_scores_are_refused_where_a_score_is_needed(make: Any, message: str) -> None:
     model, images = make(), torch.randn(2, 3, *SIZE)
     for score in (None, "softmax"):
-        with pytest.raises(ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'sens"):
+        with pytest.raises(ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'rank"):
             tcnn_probe.faithfulness(model, images, "rollout", score=score)
         with pytest.raises(ValueError, match=message):
             tcnn_probe.saliency(model, images, method="gradcam", score=score)
