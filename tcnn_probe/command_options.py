@@ -183,15 +183,7 @@ def _add_look_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stores", nargs="*", metavar="store", help=_RECORDING)
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="STORE",
-        help="recordings of the same training, shown as means with bands; may be repeated",
-    )
+    parser.add_argument("stores", nargs="+", metavar="store", help=_RECORDING)
     _add_output(parser, "file of the page, such as report.html")
     parser.add_argument(
         "--max-mb",

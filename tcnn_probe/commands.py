@@ -65,8 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         elif options.command == "compare":
             print(_printable(_compare(*options.stores)))
         elif options.command == "report":
-            recordings = [*options.stores, *options.seeds]
-            tcnn_probe.report(recordings, options.output, max_mb=options.max_mb)
+            tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
         elif options.command == "maps":
             _maps(options)
         elif options.command == "look":

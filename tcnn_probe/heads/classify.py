@@ -124,7 +124,7 @@ def head_types(
         heads = _with_class_queries(heads)
     features = read_features(heads, by, least_images)
     numbers: Any = np.moveaxis(features.points, -1, 0)
-    attrs = {"by": by}
+    attrs: dict[str, str] = {"by": by}
     halves = None
     if by == "gate":
         labels = gate_types(*[*numbers, (low, high)])

@@ -37,46 +37,38 @@ def draw_heads(runs: Sequence[Run]) -> list[dict[str, str]]:
     ``of`` which run, ``meaning`` in words, and ``svg``.
 
     The parts are bars of the last mark and, of several marks, bands over them. Kernels are those of
-    the last mark, of several seeds the first that recorded them. Nothing is drawn of what a run
-    lacks.
+    the last mark. Nothing is drawn of what a run lacks.
     """
     drawings = []
     # A user's own style, such as a dark background, is not the page's.
     with matplotlib.style.context(["default", _STYLE]):
         for run in runs:
-            for recording, meaning, figure in _figures(run):
-                names = [run.name] * (len(runs) > 1)
-                names += [recording.name] * (recording is not run)
-                drawings.append({"of": ", ".join(names), "meaning": meaning, "svg": _svg(figure)})
+            for meaning, figure in _figures(run):
+                of = run.name if len(runs) > 1 else ""
+                drawings.append({"of": of, "meaning": meaning, "svg": _svg(figure)})
     return drawings
 
 
-def _figures(run: Run) -> Iterator[tuple[Run, str, Figure]]:
-    """Yield figures of a run, with the run or seed
-    that they show and a description for screen readers.
-    """
+def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
+    """Yield figures of a run, each with a description for screen readers."""
     numbers, last = run.numbers, {run.along: -1}
     if {"selectivity", *PARTS} <= {*numbers.data_vars} and bool(
         numbers.selectivity.isel(last).notnull().any()
     ):
         figure = Figure((11, 4), layout="constrained")
         anatomy(numbers.isel(last), figure.subplots())
-        yield run, f"bars: parts of each head at the last {run.along}", figure
+        yield f"bars: parts of each head at the last {run.along}", figure
         if len(run.marks) > 1:
             figure = Figure((11, 3.5), layout="constrained")
             anatomy(numbers, figure.subplots())
-            yield run, f"bands: means over all heads by {run.along}", figure
-    for recording in run.recordings:
-        kernels = recording.kernels
-        if kernels is None or not bool(kernels.isel(last).notnull().any()):
-            continue
+            yield f"bands: means over all heads by {run.along}", figure
+    if run.kernels is not None and bool(run.kernels.isel(last).notnull().any()):
         figure = Figure(layout="constrained")
-        axes = offset_kernels(kernels.isel(last), figure.subplots(), positional=recording.numbers)
+        axes = offset_kernels(run.kernels.isel(last), figure.subplots(), positional=numbers)
         # Inches: half for each kernel, and room for the names of heads and layers.
         columns, rows = abs(axes.viewLim.width), abs(axes.viewLim.height)
         figure.set_size_inches(columns / 2 + 1.6, rows / 2 + 1)
-        yield recording, f"kernel of each head at the last {run.along}", figure
-        return
+        yield f"kernel of each head at the last {run.along}", figure
 
 
 def _svg(figure: Figure) -> str:

@@ -129,9 +129,8 @@ def grid_width(axes: Axes) -> int:
 def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]) -> figure:
     """Draw a variable over the marks, a colour for each run.
 
-    A dashed line is the mean over the layer's heads, a band the range of a run's seeds. The page
-    finds the parts of a run by their name, "run 0", and gives them the colours of a light page or a
-    dark one.
+    A dashed line is the mean over the layer's heads. The page finds the parts of a run by their
+    name, "run 0", and gives them the colours of a light page or a dark one.
     """
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
@@ -142,8 +141,6 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
     lines = []
     for run, source in enumerate(sources):
         color, part = RUNS[run][0], f"run {run}"
-        if variable["lows"][run] is not None:
-            _draw_range(plot, along, name, source, color, part)
         if variable["of"] == "head":
             source.add([], f"{name} mean")
             plot.line(
@@ -177,28 +174,6 @@ def axis_title(variable: dict[str, Any]) -> str:
     """Return a variable's name with its unit in brackets, if it has one."""
     unit = variable["unit"].strip()
     return variable["label"] + (f" ({unit})" if unit else "")
-
-
-def _draw_range(
-    plot: figure, along: str, name: str, source: ColumnDataSource, color: str, part: str
-) -> None:
-    """Draw the range of a run's seeds as a band;
-    and as strokes, since the band of a single mark has no area.
-    """
-    low, high = f"{name} low", f"{name} high"
-    source.add([], low)
-    source.add([], high)
-    plot.varea(along, low, high, source=source, fill_color=color, fill_alpha=0.2, name=part)
-    plot.segment(
-        along,
-        low,
-        along,
-        high,
-        source=source,
-        line_color=color,
-        line_alpha=0.3,
-        name=part,
-    )
 
 
 def _figure(name: str, x: tuple[float, float], y: tuple[float, float], height: int) -> figure:

@@ -119,10 +119,6 @@ def _checks_of(run: Run) -> Iterator[str]:
 
 
 def _recordings(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
-    """Yield all recordings with their names; "" for the only run,
-    of seeds with the run's name if there are several.
-    """
+    """Yield all recordings with their names; "" for the only one."""
     for run in runs:
-        for recording in run.recordings:
-            names = [run.name] * (len(runs) > 1) + [recording.name] * bool(run.seeds)
-            yield ", ".join(names), recording
+        yield run.name if len(runs) > 1 else "", run

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tcnn_probe.reporting.maps import Choice
-from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
+from tcnn_probe.reporting.recordings import TYPE, Axes, Run
 from tcnn_probe.reporting.variables import label, unit
 
 __all__ = [
     "definitions",
-    "mapped_seed",
     "missing",
     "provenance",
     "summary",
@@ -63,9 +62,6 @@ def missing(
         if len(runs) > 1:
             holder = "the other run has" if len(runs) == 2 else "another run has"
             run_lines += _missing_beside(run, axes, holder)
-        for seed in run.seeds:
-            seed_lines = _missing_beside(seed, common_axes(run.seeds), "others have")
-            run_lines += [f"{seed.name}: {line}" for line in seed_lines]
         if run.hidden:
             run_lines.append(f"recorded, but not on this page: {', '.join(run.hidden)}")
         prefix = f"{run.name}: " if len(runs) > 1 else ""
@@ -124,8 +120,6 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
     if not choice.marks:
         yield f"maps: there is no room for them, because max_mb={max_mb:g}; the recording has them"
         return
-    if run.seeds:
-        yield f"maps: those of {mapped_seed(run)} alone are on this page"
     parts = []
     if len(choice.marks) < len(run.marks):
         spread = ", evenly spread" if len(choice.marks) > 1 else ""
@@ -137,13 +131,6 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
             f"maps: this page has those of {' and of '.join(parts)}, "
             f"because max_mb={max_mb:g}; the recording has all"
         )
-
-
-def mapped_seed(run: Run) -> str:
-    """Return the name of the seed whose maps are those of a run;
-    "" if there are no seeds, or no maps.
-    """
-    return next((seed.name for seed in run.seeds if seed.maps), "")
 
 
 def _missing_beside(run: Run, axes: Axes, holder: str) -> Iterable[str]:

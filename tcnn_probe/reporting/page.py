@@ -116,7 +116,7 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> tuple[s
         "type_colors": figures.TYPES,
         "health": health_panel.headline(findings, runs),
         "checks": health_panel.checks(runs),
-        "runs": [{"name": run.name, "seeds": len(run.seeds)} for run in runs],
+        "runs": [run.name for run in runs],
         "colors": figures.RUNS,
         "absent": figures.ABSENT,
         "along": axes.along,
@@ -152,7 +152,6 @@ def _describe_run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
         "name": run.name,
         "heads": run.heads,
         "images": run.images,
-        "mapped": notes.mapped_seed(run),
         "marked": [mark in marks for mark in axes.marks],
         "kept": [axes.marks.index(run.marks[place]) for place in choice.marks],
     }

@@ -27,7 +27,7 @@ TYPE = "head_type"
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a recording, or means over recordings of the same training with different seeds."""
+    """Parts of a recording."""
 
     name: str  # name on the page
     along: str  # dimension of the marks
@@ -43,14 +43,6 @@ class Run:
     hidden: list[str]  # variables that have no place on the page
     findings: Findings | None = None  # None if no layer has numbers
     kernels: xr.DataArray | None = None  # (marks, layer, head, offset_y, offset_x)
-    seeds: tuple["Run", ...] = ()  # recordings that were pooled
-    smallest: xr.Dataset | None = None  # numbers and scalars over seeds
-    largest: xr.Dataset | None = None
-
-    @property
-    def recordings(self) -> tuple["Run", ...]:
-        """The recordings that were pooled, or this one."""
-        return self.seeds or (self,)
 
 
 @dataclass(frozen=True)
@@ -71,10 +63,7 @@ class Axes:
 
         NaN where the run has no such mark, layer or head.
         """
-        return self.place(run.numbers.get(name, run.scalars.get(name)))
-
-    def place(self, variable: xr.DataArray | None) -> NDArray[np.float64] | None:
-        """Put a variable on these axes, NaN where it has no value; None of None."""
+        variable = run.numbers.get(name, run.scalars.get(name))
         if variable is None:
             return None
         axes = {self.along: self.marks, "layer": list(self.layers), "head": self.heads}
@@ -105,8 +94,7 @@ def read_run(recording: Any) -> Run:
         )
     if "run" in flat.dims:
         raise ValueError(
-            "expected one recording, got several along 'run': give their paths, report([a, b]), or "
-            "report({'a name': [a, b]}) for means over seeds"
+            "expected one recording, got several along 'run': give their paths, report([a, b])"
         )
     groups = [node.to_dataset().reset_coords() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
@@ -183,9 +171,9 @@ def thin_marks(runs: Sequence[Run], most: int) -> list[Run]:
     for run in runs:
         own = {run.along: [mark for mark in run.marks if mark in kept]}
         changes: dict[str, Any] = {"marks": own[run.along]}
-        for name in ("numbers", "scalars", "smallest", "largest"):
+        for name in ("numbers", "scalars"):
             ds = getattr(run, name)
-            if ds is not None and run.along in ds.dims:
+            if run.along in ds.dims:
                 changes[name] = ds.sel(own)
         changes["maps"] = [ds.sel(own) for ds in run.maps]
         thinned.append(replace(run, **changes))

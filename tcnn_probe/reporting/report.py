@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from tcnn_probe.extras import needed_for
 from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read_run
-from tcnn_probe.reporting.seeds import pool_seeds
 
 __all__ = ["Report", "picture_url", "report"]
 
@@ -36,21 +35,16 @@ def report(
 
         tcnn_probe.report("run.zarr", "report.html")
         # Two runs side by side; live, if it ends a cell of a notebook.
-        tcnn_probe.report(["a.zarr", "b.zarr"])
-        # Seeds, with bands.
-        tcnn_probe.report({"long": ["l0.zarr", "l1.zarr"], "short": ["s0.zarr", "s1.zarr"]})
+        tcnn_probe.report({"long": "a.zarr", "short": "b.zarr"})
 
     The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves
     and maps of the head that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table
     of all heads; missing variables, and the definition of each variable. Its numbers are those of
-    the recording, rounded to float32, or means over seeds. Maps have 255 steps from 0 to the
-    largest value of each.
+    the recording, rounded to float32. Maps have 255 steps from 0 to the largest value of each.
 
     Args:
         recordings: A path, URL, dataset or tree of a recording; a list of up to four of these,
-            which stand side by side; or a mapping that gives them names. In place of a recording, a
-            list of recordings of the same training with different seeds: its lines are means, and
-            bands reach from the smallest to the largest value.
+            which stand side by side; or a mapping that gives them names.
         path: Path of the HTML file, which is replaced in one step; None to write no file.
         images: Images to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one
             for each image whose maps were recorded, in the order of the coordinate "image".
@@ -79,32 +73,16 @@ def report(
     if not 1 <= len(sources) <= MOST_RUNS:
         raise ValueError(
             f"expected 1 to {MOST_RUNS} recordings beside each other, got {len(sources)}; "
-            "seeds of the same training "
-            "are a list, report({'a name': [a, b, c]}), or tcnn-probe report --seeds a b c"
+            "plot.evolution draws bands over any number of runs"
         )
-    runs = [_read_seeds(source) for source in sources]
-    runs = _named(runs, names or _distinct_names(sources, runs))
+    runs = [read_run(source) for source in sources]
+    names = names or _distinct_names(sources, runs)
+    runs = [replace(run, name=str(name)) for run, name in zip(runs, names, strict=True)]
     html, facts = page(runs, [] if images is None else _pictures(images, runs), max_mb)
     result = Report(html, facts=facts)
     if path is not None:
         result.save(path)
     return result
-
-
-def _read_seeds(source: Any) -> Run:
-    """Read a recording, or pool a list of them."""
-    if not isinstance(source, list | tuple):
-        return read_run(source)
-    if not source:
-        raise ValueError("expected recordings of different seeds, got an empty list")
-    seeds = [read_run(recording) for recording in source]
-    seeds = _named(seeds, _distinct_names(source, seeds))
-    rest = f" and {len(seeds) - 1} more" if len(seeds) > 1 else ""
-    return pool_seeds(f"{seeds[0].name}{rest}", seeds)
-
-
-def _named(runs: Sequence[Run], names: Sequence[Any]) -> list[Run]:
-    return [replace(run, name=str(name)) for run, name in zip(runs, names, strict=True)]
 
 
 def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:

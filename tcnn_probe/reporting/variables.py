@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import xarray as xr
 from numpy.typing import NDArray
 
 from tcnn_probe.heads.types import PARTS, PREFIX
@@ -31,26 +30,18 @@ def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]
 
     All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses
     better. ``starts`` holds the place where the values of each run begin, None where a run has
-    none; ``lows`` and ``highs`` those of the smallest and largest values over seeds.
+    none.
     """
     table: list[dict[str, Any]] = []
     blocks: list[NDArray[np.float64]] = []
     length = 0
     for name, attrs in (axes.numbers | axes.scalars).items():
-        values = {
-            "starts": [axes.values(run, name) for run in runs],
-            "lows": [_place(axes, run.smallest, name) for run in runs],
-            "highs": [_place(axes, run.largest, name) for run in runs],
-        }
-        places: dict[str, list[int | None]] = {}
-        packed = []
-        for kind, arrays in values.items():
-            places[kind] = []
-            for array in arrays:
-                places[kind].append(None if array is None else length)
-                if array is not None:
-                    length += array.size
-                    packed.append(array)
+        arrays = [axes.values(run, name) for run in runs]
+        starts: list[int | None] = []
+        for array in arrays:
+            starts.append(None if array is None else length)
+            length += 0 if array is None else array.size
+        packed = [array for array in arrays if array is not None]
         level = _LEVELS[packed[0].ndim]
         numbers = np.concatenate(packed, None)
         finite = numbers[np.isfinite(numbers)]
@@ -64,9 +55,9 @@ def pack_variables(axes: Axes, runs: Sequence[Run]) -> tuple[list[dict[str, Any]
                 "of": level,
                 "types": name == TYPE,
                 "curve": level != "layer" and name != TYPE,
-                **places,
+                "starts": starts,
                 "limits": [float(finite.min()), float(finite.max())],
-                "widest": _largest_difference(values["starts"]),
+                "widest": _largest_difference(arrays),
             }
         )
     if not blocks:
@@ -83,10 +74,6 @@ def _place_on_page(row: dict[str, Any]) -> tuple[int, int]:
     leads = row["name"] in _LEADING
     place = _LEADING.index(row["name"]) if leads else len(_LEADING)
     return ("head", "layer", "model").index(row["of"]), place
-
-
-def _place(axes: Axes, values: xr.Dataset | None, name: str) -> NDArray[np.float64] | None:
-    return None if values is None else axes.place(values.get(name))
 
 
 def _largest_difference(values: Sequence[NDArray[np.float64] | None]) -> float:

@@ -11,7 +11,7 @@ function updateNumbers() {
       const value = valueOf(variable, run, mark, row, column)
       const number = element("span", "", { className: "number" })
       const data = element("data", describeValue(variable, value), { value: String(value) })
-      number.append(...dotsOf(run), data, element("small", describeRange(variable, run, mark, row, column)))
+      number.append(...dotsOf(run), data)
       return [number, " "]
     })
     place.replaceChildren(...nodes)
@@ -85,12 +85,7 @@ function curveColumns(run) {
   const columns = { [along]: ownMarks.map(mark => marks[mark]) }
   for (const variable of curveVariables) {
     const { name } = variable
-    const valuesOf = kind => ownMarks.map(mark => valueOf(variable, run, mark, row, column, kind))
-    columns[name] = valuesOf("starts")
-    if (variable.lows[run] !== null) {
-      columns[`${name} low`] = valuesOf("lows")
-      columns[`${name} high`] = valuesOf("highs")
-    }
+    columns[name] = ownMarks.map(mark => valueOf(variable, run, mark, row, column))
     if (variable.of === "head") {
       columns[`${name} mean`] = ownMarks.map(mark => meanOverHeads(variable, run, mark, row))
     }

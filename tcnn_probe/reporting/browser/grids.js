@@ -33,7 +33,7 @@ function updateGrids() {
       } else {
         const value = valueOf(variable, run, mark, row, column)
         cellValues[i] = value
-        texts.push(describeValue(variable, value) + describeRange(variable, run, mark, row, column))
+        texts.push(describeValue(variable, value))
       }
     }
     cells.data = { ...cells.data, value: cellValues, text: texts }

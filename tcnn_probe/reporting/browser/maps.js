@@ -32,7 +32,7 @@ function updateMaps() {
 }
 
 function mapsOfRun(run, entries) {
-  const { name, mapped, kept: keptMarks } = runs[run]
+  const { name, kept: keptMarks } = runs[run]
   // Maps of the last mark at or before the one shown that has any.
   const kept = Math.max(
     0,
@@ -43,7 +43,7 @@ function mapsOfRun(run, entries) {
   if (!shown.length) return nodes
   if (!isSingle) {
     const title = element("b", "", FULL_WIDTH)
-    title.append(...dotsOf(run), name + (mapped ? ` (maps of ${mapped})` : ""))
+    title.append(...dotsOf(run), name)
     nodes.push(title)
   }
   if (keptMarks[kept] !== state.mark) {

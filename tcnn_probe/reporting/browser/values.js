@@ -31,9 +31,9 @@ const state = {
   isDescending: false,
 }
 
-// A number of a variable, or with `kind` "lows" or "highs" an end of its range over seeds; NaN if there is no such number.
-function valueOf(variable, run, mark, row, column, kind = "starts") {
-  const start = variable[kind][run]
+// A number of a variable; NaN if there is no such number.
+function valueOf(variable, run, mark, row, column) {
+  const start = variable.starts[run]
   if (start === null) return NaN
   if (variable.of === "model") return values[start + mark]
   if (variable.of === "layer") return values[start + mark * layers.length + row]
@@ -57,11 +57,6 @@ const short = value => String(Number(value.toPrecision(5)))
 function describeValue(variable, value) {
   if (!isKnown(value)) return "no value"
   return variable.types ? types[value] : short(value) + variable.unit
-}
-
-function describeRange(variable, run, mark, row, column) {
-  const [low, high] = ["lows", "highs"].map(kind => valueOf(variable, run, mark, row, column, kind))
-  return isKnown(low) ? ` (${short(low)} to ${short(high)})` : ""
 }
 
 // Elements of the page.

@@ -113,11 +113,11 @@ def test_uncertain_types_are_a_variable() -> None:
     np.testing.assert_array_equal(shown, expected)
 
 
-def test_seeds_share_the_kernels_of_the_first_and_others_draw_nothing() -> None:
+def test_a_run_without_parts_and_kernels_draws_nothing() -> None:
     tree = anatomical([7])
     plain = recording({"b": 5}, [7])
     runs = draw_heads([read_run(plain)])
     assert runs == []
-    page = tcnn_probe.report({"plain": plain, "seeds": [plain, tree]}).html
+    page = tcnn_probe.report({"plain": plain, "anatomy": tree}).html
     captions = re.findall(r'<figure class="drawing"><figcaption[^>]*>([^<]*)<', page)
-    assert captions == ["seeds", "seeds, Net (B)"]
+    assert captions == ["anatomy", "anatomy"]
