@@ -26,13 +26,8 @@ disagreement.zarr   every decision of every model, and its confidence: xarray.op
 It ends by checking that the models learned, and that the CNN of another order disagrees with the
 CNN less often than independent errors would make it.
 
-Two or more models that are trained already are compared with each other as they are, as in the
-thesis; in eval mode timm's distilled DeiT returns the mean of its two classifiers, which is the row
-"class+distil." of that table:
-
-    python studies/disagreement.py \
-        --model deit_small_patch16_224 deit_small_distilled_patch16_224 regnety_160 --pretrained \
-        --data path/to/imagenet --out results/deit
+Models that are trained already, such as those of that table, are compared by
+``tcnn_probe.evaluation.disagreement`` (docs/robustness.md).
 
 On your own images, with a GPU. There is then no yardstick of another start, since all start from
 the same weights:
@@ -55,7 +50,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.data import PixelBatches
-from common.decisions import agree_on_errors, by_condition, compare_given
 from common.figures import STYLE, add_letters
 from common.option_table import (
     CORRUPTIONS_OPTION,
@@ -64,7 +58,7 @@ from common.option_table import (
     training_options,
 )
 from common.options import Option, from_least, need_model, parse_options
-from common.output import InputError, ended, finish
+from common.output import ended, finish
 from common.training import Study, begin
 from common.verdicts import learned, side_of_zero
 from tcnn_model import reparameterize
@@ -78,19 +72,16 @@ COLORS = {
     START: OKABE_ITO["blue"],
 }
 OVER = ("training", "image")
-LATER = ("corruptions", "severities", "images")
 FAR = 1000  # distance of the seeds of other orders from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    if isinstance(args.model, list):
-        return finish(compare_given(args, LATER), args.data)
 
     # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all
     # decide.
-    study = begin("disagreement", args, later=LATER)
+    study = begin("disagreement", args, later=("corruptions", "severities", "images"))
     by_training = [decide(study, nth) for nth in range(args.seeds)]
     results = xr.concat(by_training, "training")
     # With one seed, or with --pretrained, no two CNNs start from different weights.
@@ -146,6 +137,31 @@ def with_other_start(results: xr.Dataset) -> xr.Dataset:
         "model",
         data_vars="minimal",
     )
+
+
+def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
+    """Return whether two models decide differently:
+    (model, other, by, image); ``by`` begins with "clean".
+    """
+    clean, corrupted = (
+        evaluation.disagreement(results, condition).differ for condition in (None, by)
+    )
+    corrupted = corrupted.assign_coords({by: corrupted[by].astype(object)}).reset_coords(drop=True)
+    return xr.concat([clean.expand_dims({by: np.array(["clean"], dtype=object)}), corrupted], by)
+
+
+def agree_on_errors(differ: float, first: xr.DataArray, second: xr.DataArray, names: str) -> bool:
+    """Print and return whether two models differ less than models
+    of their accuracies with independent errors.
+    """
+    # The probability that exactly one model is right, if no image is harder than another.
+    independent = float((first * (1 - second) + second * (1 - first)).mean())
+    verdict = "less" if differ < independent else "NOT less"
+    print(
+        f"check: {names} disagree {verdict} than independent errors: {differ:.3f}, "
+        f"{independent:.3f}"
+    )
+    return differ < independent
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
@@ -293,9 +309,6 @@ def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    models = (
-        ", or of several models, which are compared as they are (needs --pretrained and --data)"
-    )
     comparison = [
         Option("--seeds", "CNNs, each with a T-CNN, from --seed on", from_least(1), 3, small=1),
         Option(
@@ -312,39 +325,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # Some CNNs learn little from larger scenes.
     easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
     small = "1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds"
-    groups = {**training_options(small, models, **easier), "comparison": comparison}
-    return parse_options(__doc__, "disagreement", arguments, groups, one_or_several)
-
-
-def one_or_several(args: argparse.Namespace) -> None:
-    """Turn names and weights into a name and a file for one model,
-    and into lists of them for several models.
-    """
-    names = args.model if isinstance(args.model, list) else [args.model]
-    weights = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
-    # --pretrained without files is an empty list: timm's weights for all. Without it, it is False.
-    weights = weights or [True] * len(names)
-    if len(weights) != len(names) and any(weights):
-        raise InputError(
-            f"--pretrained: expected a file for each of {len(names)} models, or none, got "
-            f"{len(weights)} files"
-        )
-    # One model is a name and a file here too, as in every other study.
-    if len(names) == 1:
-        args.model = names[0]
-        args.pretrained = weights[0]
-        need_model(args)
-        return
-    if args.data == "digits" or not all(weights):
-        raise InputError(
-            "--model: several models are compared as they are: give --pretrained and --data too"
-        )
-    # A model always agrees with itself.
-    if len({*zip(names, weights, strict=True)}) < len(names):
-        raise InputError(
-            "--model: expected models that differ in their name or their file, got one twice"
-        )
-    args.pretrained = weights
+    groups = {**training_options(small, **easier), "comparison": comparison}
+    return parse_options(__doc__, "disagreement", arguments, groups, need_model)
 
 
 if __name__ == "__main__":

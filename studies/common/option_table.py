@@ -53,26 +53,18 @@ def machine_options(*, loads: bool = True) -> list[Option]:
     return [amp, *([Option("--workers", words, from_least(0), cores)] if loads else [])]
 
 
-def model_options(
-    model: str, pretrained: str, size: Option, *, many_models: bool = False
-) -> Groups:
-    """Return options for one or several models and the images.
+def model_options(model: str, pretrained: str, size: Option) -> Groups:
+    """Return options for a model and the images.
 
     Args:
         model, pretrained: Help for the options of the model and of its weights.
         size: Option for the size of the images.
-        many_models: Whether several models may be named.
     """
     return {
         "model and data": [
-            Option("--model", model, nargs="+" if many_models else None),
-            Option(
-                "--pretrained",
-                pretrained,
-                default=False,
-                # A flag without a value means timm's own weights.
-                nargs="*" if many_models else "?",
-            ),
+            Option("--model", model),
+            # A flag without a value means timm's own weights.
+            Option("--pretrained", pretrained, default=False, nargs="?"),
             Option(
                 "--data",
                 "folder with train/ and val/, and in each a folder for every class",
@@ -120,14 +112,13 @@ def _share(args: argparse.Namespace) -> float:
     return args.batch_size / PAPER_BATCH
 
 
-def training_options(small_form: str, models: str = "", **defaults: Any) -> dict[str, list[Option]]:
+def training_options(small_form: str, **defaults: Any) -> dict[str, list[Option]]:
     """Return the options of the studies that train a CNN and its T-CNN.
 
     The small form has higher rates, which make up for fewer steps.
 
     Args:
         small_form: Changes that ``--small`` makes, for its help.
-        models: Text on what the study does with several models; empty if it takes one.
         **defaults: The study's own defaults for the digits by name, or pairs of these and those of
             the small form.
     """
@@ -135,10 +126,9 @@ def training_options(small_form: str, models: str = "", **defaults: Any) -> dict
         "--img-size", "height and width of the images", from_least(1), 64, small=32, data=224
     )
     groups = model_options(
-        f"timm name of a CNN (default: a small ResNet built from timm){models}",
+        "timm name of a CNN (default: a small ResNet built from timm)",
         "start from timm's weights, or from those in FILE, instead of training the CNN",
         size,
-        many_models=bool(models),
     )
     recipe = [
         Option("--epochs", "epochs of fine-tuning", from_least(1), 6, 4, 50),

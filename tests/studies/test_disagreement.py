@@ -1,17 +1,9 @@
 """Verdicts of the study of disagreement on predictions made by hand."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
-import timm
-import torch
 import xarray as xr
-from PIL import Image
-from torchvision.transforms.functional import normalize
 
 import disagreement
-from common.output import ended
 from disagreement import CNN, ORDER, START, TCNN
 
 
@@ -81,75 +73,3 @@ def test_verdicts_follow_the_intervals() -> None:
         assert next(line for line in lines if line.startswith(f"  {label}")).endswith(end)
     # The line appears once for each yardstick.
     assert sum(line.startswith("  clean ") for line in lines) == 2
-
-
-def test_models_of_the_user_are_compared_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each model has its own weights and normalisation;
-    a distilled one averages its two classifiers.
-    """
-    create = timm.create_model
-    names = ["deit_tiny_distilled_patch16_224", "test_vit"]
-    narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
-    monkeypatch.setattr(
-        timm,
-        "create_model",
-        lambda name, **options: create(name, **{**options, **narrow}),
-    )
-    torch.manual_seed(0)
-    models = [timm.create_model(name, img_size=32, num_classes=2).eval() for name in names]
-    for model, name in zip(models, names, strict=True):
-        # Large random weights make the models tell images apart.
-        for part, parameter in model.named_parameters():
-            if "norm" not in part:
-                torch.nn.init.normal_(parameter, std=float(part.endswith("weight")))
-        torch.save(model.state_dict(), tmp_path / f"{name}.pth")
-    random = np.random.default_rng(0)
-    pixels = (
-        # The noise differs in brightness between images, which even untrained models tell apart.
-        random.random((2, 2, 8, 37, 41, 3)) * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
-    ).astype(np.uint8)
-    for split, label, n in np.ndindex(2, 2, 8):
-        path = tmp_path / "images" / ("train", "val")[split] / str(label) / f"{n}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels[split, label, n]).save(path)
-    weights = [str(tmp_path / f"{name}.pth") for name in names]
-    options = f"--data {tmp_path / 'images'} --img-size 32 --out {tmp_path / 'out'}"
-    options += " --severities 3 --corruptions contrast --device cpu --workers 0"
-    models_options = ["--model", *names, "--pretrained", *weights]
-    assert ended(disagreement.main, [*models_options, *options.split()]) == 0
-    results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
-    # All images are resized and cropped for the first model.
-    plain = {
-        "mean": (0, 0, 0),
-        "std": (1, 1, 1),
-        "interpolation": "bicubic",
-        "crop_pct": 0.9,
-    }
-    transform = timm.data.create_transform((3, 32, 32), **plain)
-    images = torch.stack(
-        [transform(Image.fromarray(picture)) for picture in pixels[1].reshape(16, 37, 41, 3)]
-    )
-    expected = []
-    for model in models:
-        x = normalize(images, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-        with torch.no_grad():
-            tokens = model.forward_features(x)
-            classifiers = (
-                [model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])]
-                if hasattr(model, "head_dist")
-                else None
-            )
-            expected.append((sum(classifiers) / 2 if classifiers else model(x)).argmax(1).numpy())
-    assert results.model.values.tolist() == names
-    np.testing.assert_array_equal(results.clean_prediction, expected)
-    differ = np.mean(expected[0] != expected[1])
-    # Models that agree on all images, or on none, would not show which predictions are compared.
-    assert 0 < differ < 1
-    (line,) = (
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith(" and ".join(names))
-    )
-    assert f" {differ:.3f} [" in line

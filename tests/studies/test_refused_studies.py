@@ -130,21 +130,6 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
             "--data, --pretrained: the masks are those of the digits",
         ),
         ("disagreement", "--pretrained", MODEL_FIRST),
-        (
-            "disagreement",
-            "--model a b --pretrained",
-            "several models are compared as they are: give --pretrained and",
-        ),
-        (
-            "disagreement",
-            "--model a b --data . --pretrained c",
-            "expected a file for each of 2 models, or none, got 1",
-        ),
-        (
-            "disagreement",
-            "--model a a --data . --pretrained",
-            "differ in their name or their file, got one twice",
-        ),
         ("robustness", "--augment light", "--augment goes with --data"),
         ("when_to_reparameterize", "--augment papers", "--augment goes with --data"),
         ("robustness", "--severities 6", "invalid choice"),
