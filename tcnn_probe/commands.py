@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -171,7 +170,15 @@ def _describe(store: str) -> str:
     ]
     if "layer" in ds.dims:
         lines += ["", _table(last).to_string(float_format="{:.4g}".format, na_rep="")]
-        lines += ["", f"types of heads{_count_types(last)}"]
+        types = tcnn_probe.head_types(ds).isel({along: -1})
+        counts = {
+            name: int((types == name).sum()) for name in sorted(set(types.values.ravel())) if name
+        }
+        source = f" (from {types.attrs['images']} images)" * ("images" in types.attrs)
+        listed = [f"{count} {name}" for name, count in counts.items()]
+        if "uncertain" in types.coords and types.uncertain.any():
+            listed.append(f"{int(types.uncertain.sum())} of these uncertain")
+        lines += ["", f"types of heads{source}: {', '.join(listed)}"]
     for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
         lines += [f"missing: {variable} of {layer}: {reason}" for layer, reason in reasons.items()]
     lines += [
@@ -179,20 +186,6 @@ def _describe(store: str) -> str:
         for layer, reason in json.loads(ds.attrs.get("unsupported", "{}")).items()
     ]
     return "\n".join(lines)
-
-
-def _count_types(last: xr.Dataset) -> str:
-    """Count the heads of each type at a mark, and say from how many images the types are."""
-    try:
-        types = tcnn_probe.head_types(last)
-    except ValueError:
-        return ": the recording lacks variables that they need"
-    counts = Counter(name for name in types.values.ravel().tolist() if name)
-    listed = [f"{counts[name]} {name}" for name in sorted(counts)]
-    if "uncertain" in types.coords and types.uncertain.any():
-        listed.append(f"{int(types.uncertain.sum())} of these uncertain")
-    source = f" (from {types.attrs['images']} images)" * ("images" in types.attrs)
-    return f"{source}: {', '.join(listed)}"
 
 
 def _table(ds: xr.Dataset):  # type: ignore[no-untyped-def]  # pandas has no types here

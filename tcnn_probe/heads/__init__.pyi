@@ -1,5 +1,7 @@
 from .classify import head_types as head_types
 from .cross_patch_weights import cross_patch as cross_patch
+from .former_types import Thresholds as Thresholds
+from .former_types import fit_mixture as fit_mixture
 from .static_pattern import information as information
 from .static_pattern import translation_equivariance as translation_equivariance
 from .tables import head_table as head_table

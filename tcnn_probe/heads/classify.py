@@ -2,9 +2,11 @@
 
 import json
 import operator
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -13,8 +15,15 @@ from tcnn_probe.heads.features import (
     LEAST_IMAGES,
     By,
     Features,
+    Rule,
     read_features,
     read_heads,
+)
+from tcnn_probe.heads.former_types import (
+    FORMER_DEFINITIONS,
+    Thresholds,
+    former_types,
+    types_by_mixture,
 )
 from tcnn_probe.heads.types import (
     AVERAGING,
@@ -27,8 +36,8 @@ from tcnn_probe.heads.types import (
 
 __all__ = ["head_types"]
 
-_DEFINITIONS: Mapping[By, Mapping[str, str]] = {
-    "content": {
+_DEFINITIONS: Mapping[Rule, Mapping[str, str]] = {
+    "parts": {
         "averaging": f"selectivity < {AVERAGING:g} uniform_entropy (GPSA, ConViT: uniform_entropy "
         f"- {1 - AVERAGING:g} uniform_content_entropy)",
         "convolutional": "offset_information - prefix_information is the largest part, and at "
@@ -45,6 +54,7 @@ _DEFINITIONS: Mapping[By, Mapping[str, str]] = {
         "uniform_entropy, attention_distance <= uniform_distance",
         "content": "gate <= {gate[0]:.4g}",
     },
+    "former": FORMER_DEFINITIONS,
 }
 _OTHER_LABELS = {
     "mixed": "all others",
@@ -54,10 +64,16 @@ _OTHER_LABELS = {
 
 def head_types(
     ds: xr.Dataset,
+    method: Literal["thresholds", "mixture"] | None = None,
     *,
     by: By = "content",
     gate: Sequence[float] = (1 / 3, 2 / 3),
     least_images: int = LEAST_IMAGES,
+    information: Sequence[float] | None = None,
+    entropy: Sequence[float] | None = None,
+    distance: float | None = None,
+    equivariance: float | None = None,
+    seed: int | None = None,
 ) -> xr.DataArray:
     """Classify the heads of a recording at each mark by what their attention depends on most.
 
@@ -90,6 +106,9 @@ def head_types(
             "convolutional".
         least_images: Number of images that types by attention need at each mark; "averaging" needs
             none. At least 2.
+        method, information, entropy, distance, equivariance, seed: Deprecated: options of the
+            former rule, which gave types by thresholds or a mixture of Gaussians. Recordings
+            without the parts are still typed by it.
 
     Returns:
         Types as strings, with the dims of ``ds.selectivity``, dtype object, named "head_type", with
@@ -104,6 +123,8 @@ def head_types(
     """
     if by not in ("content", "gate"):
         raise ValueError(f"expected by='content' or 'gate', got {by!r}")
+    if method not in (None, "thresholds", "mixture"):
+        raise ValueError(f"expected method='thresholds' or 'mixture', got {method!r}")
     low, high = map(float, gate)
     if not 0 <= low < high <= 1:
         raise ValueError(f"expected two ascending gates between 0 and 1, got {gate!r}")
@@ -119,24 +140,39 @@ def head_types(
             f"expected an xarray.Dataset that tcnn_probe.record has made{hint}, got "
             f"{type(ds).__name__}"
         )
-    heads = read_heads(ds, by)
-    if by == "content":
+    thresholds: dict[str, Any] = {
+        "information": information,
+        "entropy": entropy,
+        "distance": distance,
+        "equivariance": equivariance,
+    }
+    thresholds = {name: value for name, value in thresholds.items() if value is not None}
+    rule = _choose_rule(ds, by, {"method": method, "seed": seed} | thresholds)
+    heads = read_heads(ds, rule)
+    if rule == "parts":
         heads = _with_class_queries(heads)
-    features = read_features(heads, by, least_images)
+    features = read_features(heads, rule, least_images)
     numbers: Any = np.moveaxis(features.points, -1, 0)
-    attrs: dict[str, str] = {"by": by}
+    attrs = {"by": by} | _about_images(heads, rule)
+    values: dict[str, Any] = {"gate": (low, high), "concentrated": CONCENTRATED}
     halves = None
-    if by == "gate":
+    if rule == "former":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            limits = Thresholds(**thresholds)
+        values |= asdict(limits)
+        if method == "mixture":
+            labels = types_by_mixture(features.points, limits, seed or 0)
+        else:
+            labels = former_types(*[*numbers, limits])
+    elif rule == "gate":
         labels = gate_types(*[*numbers, (low, high)])
     else:
-        attrs |= _about_images(heads)
         prefix = _on_prefix(heads, PREFIX)
         labels = part_types(*[*numbers, _least_selectivity(heads), prefix])
         halves = _types_of_halves(heads, numbers)
-        _warn_of_few_images(heads, features, labels, least_images)
     # Definitions contain the numbers, so that saved labels can be understood by themselves.
-    values = {"gate": (low, high), "concentrated": CONCENTRATED}
-    definitions = {name: text.format(**values) for name, text in _DEFINITIONS[by].items()}
+    definitions = {name: text.format(**values) for name, text in _DEFINITIONS[rule].items()}
     types = features.exists.copy(data=labels).rename("head_type")
     types.attrs = {
         "long_name": "type of head",
@@ -148,8 +184,9 @@ def head_types(
         # Unknown halves do not confirm a type.
         uncertain = np.any([half != labels for half in halves], 0)
         types.coords["uncertain"] = types.dims, uncertain & (labels != ""), _UNCERTAIN
+    _warn_of_few_images(heads, features, labels, rule, least_images)
     # If a single layer or head was selected, the dataset lacks this dimension, and so do the types.
-    dims = ds[features.names[0]].dims
+    dims = ds["entropy" if rule == "former" else features.names[0]].dims
     return types.isel({dim: 0 for dim in ("layer", "head") if dim not in dims}).transpose(*dims)
 
 
@@ -158,6 +195,40 @@ _UNCERTAIN = {
     "description": "Whether the types of the two halves of the images, of every second image, "
     "differ from the type.",
 }
+
+
+_WARNED: set[tuple[str, int]] = set()
+"""Lines that have called :func:`head_types` with a recording of an earlier version."""
+
+
+def _choose_rule(ds: xr.Dataset, by: By, former_options: Mapping[str, Any]) -> Rule:
+    """Return the rule by which heads are typed, with a warning if it is the former one."""
+    used = [name for name, value in former_options.items() if value is not None]
+    if used:
+        warnings.warn(
+            f"{', '.join(f'{name}=' for name in used)} of head_types() will be removed in the next "
+            "version: without them, types follow from the parts of attention that are recorded "
+            "(docs/heads.md)",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    if by == "gate":
+        return "gate"
+    has_parts = {*PARTS, "selectivity"} <= {*ds.data_vars}
+    # A recording that cannot be typed by the former rule either lacks more, which is an error.
+    caller = sys._getframe(2)
+    site = caller.f_code.co_filename, caller.f_lineno
+    if not has_parts and not used and "entropy" in ds and site not in _WARNED:
+        # Python forgets which lines it has warned as soon as any library changes the filters.
+        _WARNED.add(site)
+        warnings.warn(
+            "this recording is of an earlier version and has no parts of attention, so its heads "
+            "are typed by the former rule, which will be removed in the next version: record it "
+            "anew",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return "parts" if has_parts and not used else "former"
 
 
 def _with_class_queries(ds: xr.Dataset) -> xr.Dataset:
@@ -216,11 +287,11 @@ def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
     ]
 
 
-def _about_images(ds: xr.Dataset) -> dict[str, str]:
+def _about_images(ds: xr.Dataset, rule: Rule) -> dict[str, str]:
     """Say from how many images types are, and in
     which layers their number limits content information.
     """
-    if not np.isfinite(ds.images).any():
+    if rule != "parts" or not np.isfinite(ds.images).any():
         return {}
     smallest, largest = int(ds.images.min()), int(ds.images.max())
     about = {"images": f"{smallest} to {largest}" if smallest < largest else f"{largest}"}
@@ -246,9 +317,12 @@ def _warn_of_few_images(
     ds: xr.Dataset,
     features: Features,
     labels: np.ndarray,
+    rule: Rule,
     least_images: int,
 ) -> None:
     """Warn if heads have no type because of too few images."""
+    if rule == "gate":
+        return
     few = (ds.images < least_images).broadcast_like(features.exists)
     few = few.transpose(*features.exists.dims) & features.exists
     if (few.values & (labels == "")).any():

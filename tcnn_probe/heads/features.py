@@ -14,16 +14,23 @@ import xarray as xr
 
 from tcnn_probe.heads.types import PARTS, PREFIX
 
-__all__ = ["LEAST_IMAGES", "By", "Features", "read_features", "read_heads"]
+__all__ = ["LEAST_IMAGES", "By", "Features", "Rule", "read_features", "read_heads"]
 
 By = Literal["content", "gate"]
+Rule = Literal["parts", "gate", "former"]
 
-_FEATURES: Mapping[By, Sequence[str]] = {
-    "content": (*PARTS, "selectivity"),
+_FEATURES: Mapping[Rule, Sequence[str]] = {
+    "parts": (*PARTS, "selectivity"),
     "gate": (
         "gate",
         "positional_entropy / uniform_entropy",
         "attention_distance / uniform_distance",
+    ),
+    "former": (
+        "content_information / log keys",
+        "entropy / uniform_entropy",
+        "attention_distance / uniform_distance",
+        "translation_equivariance",
     ),
 }
 LEAST_IMAGES = 8
@@ -68,25 +75,32 @@ class Features:
         return by_layer
 
 
-def read_features(ds: xr.Dataset, by: By, least_images: int) -> Features:
+def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
     """Extract the features of a recording that :func:`read_heads` has read.
 
     Information on content is NaN where it was measured from fewer than ``least_images`` images.
     """
-    names = _FEATURES[by]
+    names = _FEATURES[rule]
     variables = [name.split(" ")[0] for name in names]
     enough = xr.ones_like(ds.uniform_entropy, bool)
-    if by != "gate":  # the gate is a parameter, which is known without images
+    if rule != "gate":  # the gate is a parameter, which is known without images
         enough = ds.images >= least_images
+    # For GPSA this is the log of the number of real pixels, because its content part does not reach
+    # the padding.
+    keys = ds.get("uniform_content_entropy", ds.uniform_entropy)
+    keys = keys.fillna(ds.uniform_entropy)
     scales = {
         "positional_entropy": ds.uniform_entropy,
         "attention_distance": ds.get("uniform_distance"),
+        "entropy": keys,
+        "content_information": keys,
     }
+    of_images = {*PARTS, "content_information"}
     features = []
     with np.errstate(divide="ignore", invalid="ignore"):
         for name in variables:
             feature = ds[name] / scales[name] if name in scales else ds[name]
-            features.append(feature.where(enough) if name in PARTS else feature)
+            features.append(feature.where(enough) if name in of_images else feature)
     like = ds[variables[-1]]
     # A head exists if any of its numbers is finite at any mark.
     finite: list[Any] = [np.isfinite(ds[name]) for name in variables]
@@ -101,22 +115,23 @@ def read_features(ds: xr.Dataset, by: By, least_images: int) -> Features:
         f"it was measured from fewer than {least_images} images: give more to each "
         "mark, or a smaller least_images"
     )
-    for name in {*PARTS} & {*variables}:
+    for name in of_images & {*variables}:
         reasons = dict.fromkeys(map(str, ds.layer.values[few]), reason)
         missing[name] = reasons | missing.get(name, {})
     points = np.stack([feature.values for feature in features], -1)
     return Features(points, exists, missing, names)
 
 
-def read_heads(ds: xr.Dataset, by: By) -> xr.Dataset:
+def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
     """Load the variables that a rule requires,
     with the dims (marks, "layer", "head"); raise if one is missing.
     """
-    names = [name.split(" ")[0] for name in _FEATURES[by]]
-    required = [*names, "uniform_entropy", "uniform_distance" if by == "gate" else "images"]
+    names = [name.split(" ")[0] for name in _FEATURES[rule]]
+    required = [*names, "uniform_entropy", *(["images"] if rule != "gate" else [])]
+    required += ["uniform_distance"] if rule != "parts" else []
     for name in required:
         if name not in ds:
-            hint = "; by='gate' does without" * (by != "gate" and "gate" in ds)
+            hint = "; by='gate' does without" * (rule != "gate" and "gate" in ds)
             got = [str(name) for name in ds.data_vars]
             raise ValueError(
                 f"types expect {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -246,7 +247,10 @@ def _types(flat: xr.Dataset) -> dict[str, xr.DataArray]:
     unless variables that they depend on were not recorded.
     """
     try:
-        types = head_types(flat)
+        with warnings.catch_warnings():
+            # The page says by which rule heads of an earlier version are typed.
+            warnings.simplefilter("ignore", FutureWarning)
+            types = head_types(flat)
     except ValueError:
         return {}
     codes = xr.full_like(types, np.nan, dtype=float)

@@ -1,4 +1,6 @@
-"""Types of recordings made by hand: labels, uncertainty, and reasons for heads without a label."""
+"""Types of recordings made by hand: labels, uncertainty,
+reasons for heads without a label, and the former rule.
+"""
 
 import json
 import math
@@ -11,7 +13,7 @@ import pytest
 import xarray as xr
 
 import tcnn_probe
-from tcnn_probe.heads import PARTS, part_types
+from tcnn_probe.heads import PARTS, Thresholds, fit_mixture, part_types
 
 NAN = math.nan
 KEYS, IMAGES = (
@@ -266,9 +268,75 @@ def test_types_by_the_gate() -> None:
     assert json.loads(types.attrs["definitions"])["content"] == "gate <= 0.3333"
 
 
+def former() -> xr.Dataset:
+    """Return a recording of an earlier version,
+    of a head of each former type, and of one without a number.
+    """
+    heads = np.array(
+        [
+            # Information, entropy, distance, and equivariance, as shares.
+            (0.0, 0.5, 0.25, 0.9),
+            (0.0, 1.0, 1.0, 0.1),
+            (0.5, 0.6, 0.8, 0.2),
+            (0.05, 0.5, 0.25, 0.9),
+            (0.0, 0.5, NAN, 0.9),
+        ]
+    ).T[:, None, None]
+    ds = recording(np.zeros((1, 1, 5, 4))).drop_vars(
+        [*PARTS, "selectivity", *(f"{part}_halves" for part in PARTS)]
+    )
+    names = (
+        "content_information",
+        "entropy",
+        "attention_distance",
+        "translation_equivariance",
+    )
+    scales = (math.log(KEYS), math.log(KEYS), 8, 1)
+    numbers = zip(names, heads, scales, strict=True)
+    ds = ds.assign({name: (DIMS, head * scale) for name, head, scale in numbers})
+    return ds.assign(uniform_distance=ds.uniform_entropy * 0 + 8)
+
+
+FORMER = ["convolutional", "averaging", "content", "mixed", ""]
+
+
+def test_recordings_of_earlier_versions_are_typed_by_the_former_rule() -> None:
+    with pytest.warns(FutureWarning, match="has no parts.*record it anew") as warned:
+        types, _ = (tcnn_probe.head_types(former()) for _ in range(2))
+    assert len(warned) == 1  # of a line, even where Python would repeat itself
+    assert types.values.tolist() == [[FORMER]]
+    assert "information is not finite" not in types.attrs["unlabelled"]
+    assert "attention_distance / uniform_distance is not finite" in types.attrs["unlabelled"]
+
+
+def test_former_options_are_deprecated() -> None:
+    both = former().assign(recording([[[HEADS["salient"]] * 5]]).data_vars)
+    assert (tcnn_probe.head_types(both) == "salient").all()
+    with pytest.warns(DeprecationWarning, match=r"method= of head_types\(\) will be"):
+        types = tcnn_probe.head_types(both, "thresholds")
+    assert types.values.tolist() == [[FORMER]]
+    with pytest.warns(DeprecationWarning, match="information= of head_types"):
+        types = tcnn_probe.head_types(both, information=(0.01, 0.04))
+    assert types.values.tolist() == [[[*FORMER[:3], "content", ""]]]
+    with pytest.warns(DeprecationWarning, match="method=, seed="):
+        types = tcnn_probe.head_types(both.isel(head=[0, 2]), "mixture", seed=1)
+    assert types.values.tolist() == [[["convolutional", "content"]]]
+    with pytest.warns(DeprecationWarning, match="use sklearn.mixture.GaussianMixture"):
+        mixture, criteria = fit_mixture(np.array([[0.1, 0.2], [0.9, 0.8]]))
+    assert len(mixture.means_) == 1 + np.argmin(criteria)
+    with pytest.warns(DeprecationWarning, match="Thresholds will be removed"):
+        Thresholds()
+
+
 @pytest.mark.parametrize(
     ("ds", "options", "error", "message"),
     [
+        (
+            of_marks(),
+            {"method": "guess"},
+            ValueError,
+            "expected method='thresholds' or 'mixture', got 'guess'",
+        ),
         (of_marks(), {"by": "name"}, ValueError, "expected by='content' or 'gate'"),
         (of_marks(), {"gate": (0.6, 0.5)}, ValueError, "two ascending gates between"),
         (

@@ -10,7 +10,6 @@ import pytest
 import xarray as xr
 
 import tcnn_probe
-from tcnn_probe.command_line import main
 from tcnn_probe.storage import EpochStore
 
 
@@ -64,15 +63,11 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path / "run.zarr"
 
 
-def test_an_earlier_recording_has_types_by_the_gate_alone(
-    earlier: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_recording_is_typed_by_the_earlier_rule(earlier: Path) -> None:
     heads = tcnn_probe.open(earlier)["heads"].dataset
-    assert (tcnn_probe.head_types(heads, by="gate").isel(epoch=0) == "convolutional").any()
-    with pytest.raises(ValueError, match=r"expect .offset_information. .* by=.gate. does without"):
-        tcnn_probe.head_types(heads)
-    assert main(["show", str(earlier)]) == 0
-    assert "types of heads: the recording lacks" in capsys.readouterr().out
+    with pytest.warns(FutureWarning, match="record it anew"):
+        types = tcnn_probe.head_types(heads)
+    assert (types.isel(epoch=0) == "convolutional").any()
 
 
 def test_an_earlier_recording_is_continued(earlier: Path) -> None:
