@@ -16,9 +16,10 @@ from tcnn_model.precision import widen
 from tcnn_probe.attention.attention import WholeLayers
 from tcnn_probe.attention.gated import grids_of_axes
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
-from tcnn_probe.attention.softmax import GivenLogits, Logits, ProductLogits, SoftmaxAttention
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import find_windows
 from tcnn_probe.hooks.forwards import ModuleCall, Running
 

@@ -29,6 +29,7 @@ from tcnn_probe.attention.gated import (
 )
 from tcnn_probe.attention.head_edit import HeadEdit, edit_call, edit_gated
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.logits import DeferredLogits
 from tcnn_probe.attention.reconstruction import (
     ValueProductTracker,
     discrepancy,
@@ -36,7 +37,7 @@ from tcnn_probe.attention.reconstruction import (
     logits_of,
     tokens_if_channels,
 )
-from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall

@@ -18,13 +18,9 @@ from torch import Tensor, nn
 
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.residual_stream import residual_tokens
-from tcnn_probe.attention.softmax import (
-    GivenLogits,
-    Logits,
-    ProductLogits,
-    SoftmaxAttention,
-)
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import is_in_pool, token_counts
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import (

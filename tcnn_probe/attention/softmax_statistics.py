@@ -15,7 +15,8 @@ from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.softmax import Logits, SoftmaxAttention
+    from tcnn_probe.attention.logits import Logits
+    from tcnn_probe.attention.softmax import SoftmaxAttention
 
 __all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 

@@ -12,7 +12,7 @@ import torch
 from tcnn_model import kernels
 from tcnn_model.kernels import trial
 from tcnn_probe.attention import softmax_statistics
-from tcnn_probe.attention.softmax import GivenLogits, ProductLogits
+from tcnn_probe.attention.logits import GivenLogits, ProductLogits
 from tests.tcnn_model.dense import DEVICE
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.test_softmax_statistics import EPS, case, check

@@ -16,13 +16,9 @@ from torch import Tensor, nn
 from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.sampled_queries import QUERIES
-from tcnn_probe.attention.softmax import (
-    GivenLogits,
-    Logits,
-    ProductLogits,
-    SoftmaxAttention,
-)
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tests.tcnn_model.numerics import LargestTensor
 
 pytestmark = pytest.mark.numerical
