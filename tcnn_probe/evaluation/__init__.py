@@ -1,5 +1,5 @@
 """The evaluation of classifiers: corruptions,
-attacks and other test sets, agreement, calibration and cost.
+attacks and other test sets, agreement and cost.
 
 None of these functions needs attention. Names are imported when they are first used, so that
 results can be read and plotted without torch.

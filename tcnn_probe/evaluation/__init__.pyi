@@ -4,9 +4,7 @@ from .corrupt_images import corrupt as corrupt
 from .corruption_error import ALEXNET_ERRORS as ALEXNET_ERRORS
 from .corruption_error import mean_corruption_error as mean_corruption_error
 from .corruptions.table import CORRUPTIONS as CORRUPTIONS
-from .decisions import calibration_error as calibration_error
 from .decisions import disagreement as disagreement
-from .decisions import mcnemar as mcnemar
 from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant
 from .intervals import crossed_error as crossed_error

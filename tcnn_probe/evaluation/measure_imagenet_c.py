@@ -51,8 +51,8 @@ def imagenet_c(
         print(100 * errors.mean_corruption_error.to_pandas())  # mCE, as papers print it
 
     An image has the same index in every corruption and severity, and among the clean images, so
-    that comparisons of models by image work: :func:`improvement`, :func:`mcnemar`,
-    :func:`disagreement`, ``plot.robustness``.
+    that comparisons of models by image work: :func:`improvement`, :func:`disagreement`,
+    ``plot.robustness``.
 
     Args:
         models: Models with ImageNet's 1000 classes, as in :func:`robustness`.

@@ -50,7 +50,7 @@ gates = [line.get_ydata()[-1].item() for line in lines]
 import tcnn_probe
 from tcnn_probe import plot
 from tcnn_probe.evaluation import mean_interval, improvement, mean_corruption_error
-from tcnn_probe.evaluation import calibration_error, disagreement, mcnemar
+from tcnn_probe.evaluation import disagreement
 assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
 tcnn_probe.load_example()
 types = {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in ("content", "gate")}

@@ -1,8 +1,5 @@
-"""Disagreement, McNemar's test and calibration error against loops over made results;
-runs joined along seeds.
-"""
+"""Disagreement against loops over made results; runs joined along seeds."""
 
-import math
 from fractions import Fraction
 
 import numpy as np
@@ -10,10 +7,8 @@ import pytest
 import xarray as xr
 
 from tcnn_probe.evaluation import (
-    calibration_error,
     disagreement,
     improvement,
-    mcnemar,
     mean_corruption_error,
     mean_interval,
 )
@@ -95,78 +90,6 @@ def test_disagreement_by_hand(by: str | None) -> None:
         np.testing.assert_allclose(result.disagreement.sel(model="ground truth")[1:], error)
 
 
-def test_mcnemar_by_hand() -> None:
-    """P-values equal the sum over all outcomes that are at most as likely, in exact fractions."""
-    ds = make_results()
-    result = mcnemar(ds.correct.sel(model="tcnn"), ds.correct.sel(model="cnn"))
-    assert result.p_value.dims == ("corruption", "severity", "seed")
-    for at in np.ndindex(3, 2, 1):
-        winning, losing = (
-            ds.correct.sel(model=name).values[at].tolist() for name in ("tcnn", "cnn")
-        )
-        won = sum(a and not b for a, b in zip(winning, losing, strict=True))
-        lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
-        # The number of wins among the discordant pairs has the binomial distribution of a fair
-        # coin.
-        chances = [
-            Fraction(math.comb(won + lost, k), 2 ** (won + lost)) for k in range(won + lost + 1)
-        ]
-        # With exact fractions, equally likely outcomes compare as equal, unlike floats.
-        expected = sum(chance for chance in chances if chance <= chances[won])
-        assert int(result.first_only[at]) == won
-        assert int(result.second_only[at]) == lost
-        assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
-    # If all p-values were 1, the comparison above would show little.
-    assert float(result.p_value.min()) < 1
-    same = mcnemar(ds.clean_correct[0], ds.clean_correct[0])
-    assert float(same.p_value) == 1
-    assert int(same.first_only) == 0
-
-
-def test_mcnemar_of_a_textbook_example() -> None:
-    """For 9 against 1, p = 2 (1 + 10) / 2^10."""
-    first = xr.DataArray([True] * 9 + [False, True, True, False], dims="image")
-    second = xr.DataArray([False] * 9 + [True, True, True, False], dims="image")
-    assert float(mcnemar(first, second).p_value) == 22 / 1024
-
-
-@pytest.mark.parametrize("bins", [1, 4, 15])
-def test_calibration_error_by_brute_force(bins: int) -> None:
-    ds = make_results()
-    # 0, 1 and the bounds of bins belong to one bin each.
-    ds.confidence[0, 0, 0, 0, :4] = [0, 0.25, 0.5, 1]  # at the bounds of four bins
-    errors = calibration_error(ds.confidence, ds.correct, bins)
-    assert errors.dims == ds.confidence.dims[:-1]
-    for at in np.ndindex(errors.shape):
-        sure = ds.confidence.values[at].astype(float).tolist()
-        right = ds.correct.values[at].tolist()
-        total = 0.0
-        # Bins are open below and closed above, as in Guo et al. (2017), and the first one includes
-        # 0.
-        for m in range(bins):
-            low, high = m / bins, (m + 1) / bins
-            held = [n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)]
-            if held:
-                accuracy = sum(right[n] for n in held) / len(held)
-                mean = sum(sure[n] for n in held) / len(held)
-                total += len(held) / 23 * abs(accuracy - mean)
-        # The terms are the mean confidence and the mean accuracy, which is at most 1.
-        terms = sum(map(abs, sure)) / 23 + 1
-        assert float(errors[at]) == pytest.approx(total, abs=4 * np.finfo(float).eps * terms)
-
-
-def test_calibration_error_of_known_cases() -> None:
-    """Confidence 0.8 has no error if 8 of 10 are right, and an error of 0.8 if all are wrong."""
-    sure = xr.DataArray(np.full((2, 10), 0.8), dims=("model", "image"))
-    right = xr.DataArray([[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image"))
-    np.testing.assert_allclose(calibration_error(sure, right), [0, 0.8], atol=1e-15)
-    at_bound = xr.DataArray([0.5, 0.4, 0.6], dims="image")
-    answers = xr.DataArray([False, True, True], dims="image")
-    # 0.5 is in the first bin.
-    assert float(calibration_error(at_bound, answers, 2)) == pytest.approx((0.1 + 0.4) / 3)
-    assert calibration_error(sure.where(sure.image > 0), right).isnull().all()
-
-
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
     """Runs join along a dimension of their own or along the corruptions' seeds,
@@ -185,14 +108,6 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
             disagreement(ds, by).disagreement,
             sum(result.values for result in apart) / 3,
         )
-    errors = calibration_error(ds.clean_confidence, ds.clean_correct)
-    xr.testing.assert_allclose(
-        errors.isel({dim: 1}, drop=True),
-        calibration_error(runs[1].clean_confidence, runs[1].clean_correct),
-    )
-    assert mcnemar(ds.clean_correct[{"model": 0}], ds.clean_correct[{"model": 1}]).p_value.dims == (
-        dim,
-    )
     pooled = improvement(ds, "cnn", None, relative=False)
     apart = [improvement(run, "cnn", None, relative=False).improvement for run in runs]
     np.testing.assert_allclose(pooled.improvement, sum(result.values for result in apart) / 3)
@@ -215,8 +130,6 @@ def test_results_that_are_not_loaded() -> None:
     lazy = ds.chunk(image=5)
     for of in (
         disagreement,
-        lambda results: mcnemar(results.correct[0], results.correct[1]),
-        lambda results: calibration_error(results.confidence, results.correct),
         lambda results: improvement(results, "cnn"),
         lambda results: mean_interval(results.correct[0]),
     ):
@@ -261,8 +174,6 @@ def test_a_model_that_saw_fewer_conditions() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     ds = make_results()
-    with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
-        mcnemar(ds.clean_correct[0].values, ds.clean_correct[1])
     with pytest.raises(
         TypeError,
         match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray",
@@ -280,21 +191,3 @@ def test_bad_arguments_are_refused() -> None:
         disagreement(ds.sel(model="cnn"))
     with pytest.raises(ValueError, match=r"expected by to be one of None, .*got 'colour'"):
         disagreement(ds, "colour")
-    right = ds.clean_correct
-    with pytest.raises(
-        TypeError,
-        match=r"expected True or False for each image, bool, as ds.correct; got float64",
-    ):
-        mcnemar(right[0].astype(float), right[1])
-    with pytest.raises(ValueError, match=r"with the dimension 'image'; got \('model',\)"):
-        mcnemar(right.any("image"), right.any("image"))
-    with pytest.raises(ValueError, match="cannot align"):
-        # Different numbers of images have no common index.
-        mcnemar(right[0], right[1, :7])
-    with pytest.raises(TypeError, match=r"bool, as ds.correct; got float32"):
-        calibration_error(right, ds.clean_confidence)
-    with pytest.raises(ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"):
-        # Values above 1 are logits or percentages.
-        calibration_error(ds.clean_confidence * 3, right)
-    with pytest.raises(ValueError, match="expected at least one bin, got 0"):
-        calibration_error(ds.clean_confidence, right, 0)
