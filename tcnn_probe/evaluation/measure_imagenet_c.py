@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -99,8 +100,7 @@ def imagenet_c(
         if clean is not None:
             originals = imagenet_variant("imagenet", clean, model=model, size=size, **loading)
             result = robustness(models, _selected(originals, files), **options)
-            for name in ("clean_prediction", "clean_confidence"):
-                decisions[name] = result[name].values
+            decisions["clean_"] = _clean_decisions(result)
             results.append(result)
             bar.update(1)
         corrupted = []
@@ -109,10 +109,9 @@ def imagenet_c(
             corrupted.append(robustness(models, variant.loader, **options))
             bar.update(1)
     results += corrupted
-    for name in ("prediction", "confidence"):
-        rows = np.stack([ds[f"clean_{name}"].values for ds in corrupted], 1)
-        shape = (len(rows), len(names), len(levels), 1, len(files))
-        decisions[name] = rows.reshape(shape)
+    stacked = np.stack([_clean_decisions(ds) for ds in corrupted], 2)
+    shape = (*stacked.shape[:2], len(names), len(levels), 1, len(files))
+    decisions[""] = stacked.reshape(shape)
     groups = [CORRUPTIONS[name].group for name in names]
     coordinates = {
         "model": results[0].model.values,
@@ -120,15 +119,21 @@ def imagenet_c(
         "group": ("corruption", np.array(groups, dtype=object)),
         "severity": list(levels),
         "seed": [0],
+        "label": ("image", results[0].label.values),
     }
     nan_scores: Counter[str] = Counter()
     for ds in results:
         nan_scores.update(json.loads(ds.attrs["nan_scores"]))
     attrs = results[0].attrs | {"nan_scores": json.dumps(nan_scores)}
     del attrs["frost"], attrs["attacks"]  # neither was computed here
-    decisions["label"] = results[0].label.values
     ds = as_dataset(decisions, {}, coordinates, attrs)
     return ds.assign_coords(file=("image", np.array(files, dtype=object)))
+
+
+def _clean_decisions(results: xr.Dataset) -> NDArray[Any]:
+    """Return predictions and confidences, (2, model, image)."""
+    names = "clean_prediction", "clean_confidence"
+    return np.stack([results[name].values for name in names])
 
 
 def _open(

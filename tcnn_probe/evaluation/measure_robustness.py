@@ -43,8 +43,8 @@ from tcnn_probe.provenance import versions
 __all__ = ["robustness"]
 
 Classifiers = Mapping[str, Classifier]
-Decisions = tuple[NDArray[Any], NDArray[Any]]
-"""Predictions and confidences, whose last axis is that of the images."""
+Decisions = NDArray[np.float32]
+"""Predictions and confidences, (2, model, ..., image); float32 holds class indices exactly."""
 
 
 def robustness(
@@ -149,7 +149,8 @@ def robustness(
     total = (
         None if count is None else (count * measurement.passes() + variant_batches) * len(members)
     )
-    parts: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+    parts: defaultdict[str, list[Decisions]] = defaultdict(list)
+    true_classes: list[NDArray[Any]] = []
     first = 0
     with (
         restored(*members.values()),
@@ -157,8 +158,9 @@ def robustness(
     ):
         measurement.update_progress = bar.update
         for pixels, targets in batches:
-            for name, part in measurement.batch(pixels, targets, first).items():
-                parts[name].append(part)
+            for prefix, part in measurement.batch(pixels, targets, first).items():
+                parts[prefix].append(part)
+            true_classes.append(targets.numpy())
             # Images are numbered across batches, so that random draws do not depend on the batch
             # size.
             first += len(pixels)
@@ -169,8 +171,9 @@ def robustness(
     if nan:
         warnings.warn(f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2)
     # Images are the last axis of all arrays.
-    decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
-    return as_dataset(decisions, by_variant, measurement.coordinates(), measurement.attrs())
+    decisions = {prefix: np.concatenate(rows, -1) for prefix, rows in parts.items()}
+    coordinates = measurement.coordinates() | {"label": ("image", np.concatenate(true_classes))}
+    return as_dataset(decisions, by_variant, coordinates, measurement.attrs())
 
 
 @dataclass
@@ -200,30 +203,27 @@ class _Measurement:
         random += [ascent.random_start for ascent in self.attacks.values()]
         return 1 + len(random) + sum(random) * (len(self.seeds) - 1)
 
-    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, NDArray[Any]]:
-        """Return predictions and confidences, clean and perturbed,
-        (model, ..., B), and the labels, (B,).
+    def batch(self, images: Tensor, labels: Tensor, first: int) -> dict[str, Decisions]:
+        """Return the decisions on clean and perturbed images,
+        by the prefix of their variables.
         """
         if labels.ndim != 1:
             raise ValueError("expected one label for each image, (B,); only variants have several")
         classifiers = self._classifiers(images, None)
-        arrays = {"label": labels.numpy()} | _named(
-            "clean_", self._decide(classifiers, images, labels)
-        )
+        decisions = {"clean_": self._decide(classifiers, images, labels)}
         if self.corruptions:
-            arrays |= _named("", self._corrupted(classifiers, images, labels, first))
+            decisions[""] = self._corrupted(classifiers, images, labels, first)
         if self.attacks:
-            arrays |= _named("adversarial_", self._attacked(classifiers, images, labels, first))
-        return arrays
+            decisions["adversarial_"] = self._attacked(classifiers, images, labels, first)
+        return decisions
 
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Return the right answers to a test set, bool (model, image)."""
         rows = []
         # The batch size has no effect, because a loader has its own.
         for images, labels in _as_batches(variant.loader, None, 1, self.models)[0]:
-            predictions, _ = self._decide(
-                self._classifiers(images, variant.classes), images, labels
-            )
+            classifiers = self._classifiers(images, variant.classes)
+            predictions = self._decide(classifiers, images, labels)[0].astype(np.int64)
             rows.append(_right(predictions, labels.numpy()))
         if not rows:
             raise ValueError(f"expected images of the variant {variant.name!r}, got none")
@@ -298,27 +298,24 @@ class _Measurement:
                 # Without a random start the attack is the same for all seeds.
                 rows.append(rows[-1])
                 continue
-            predictions, confidences = [], []
             # Each model gets the images that are attacked against this model.
+            by_model = []
             for name, classifier in classifiers.items():
                 adversarial = ascent(classifier, images, labels, seed, first)
-                prediction, confidence = self._decide({name: classifier}, adversarial, labels)
-                predictions.append(prediction)
-                confidences.append(confidence)
-            rows.append((np.concatenate(predictions), np.concatenate(confidences)))
+                by_model.append(self._decide({name: classifier}, adversarial, labels))
+            rows.append(np.concatenate(by_model, 1))
         return _stacked(rows, (len(self.attacks), len(self.seeds)))
 
     @torch.no_grad()
     def _decide(self, classifiers: Classifiers, images: Tensor, labels: Tensor) -> Decisions:
-        """Return each model's best class, (model, B),
-        -1 where a score is NaN; and its probability.
+        """Return each model's best class, -1 where a score is NaN, and its probability:
+        (2, model, B).
         """
-        predictions, confidences = [], []
+        by_model = []
         for name, classifier in classifiers.items():
             scores = classifier(classifier.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
-            # int32 saves memory, because there is a decision for every image, model and condition.
-            prediction = scores.argmax(1).int()
+            prediction = scores.argmax(1).float()
             confidence = classifier.confidence(scores)
             # argmax treats NaN as the largest score, which would count as a decision.
             nan = scores.isnan().any(1)
@@ -326,22 +323,15 @@ class _Measurement:
                 self.nan_scores[name] += int(nan.sum())
                 prediction.masked_fill_(nan, -1)
                 confidence.masked_fill_(nan, torch.nan)
-            predictions.append(prediction.cpu().numpy())
-            confidences.append(confidence.cpu().numpy())
+            by_model.append(torch.stack([prediction, confidence]).cpu().numpy())
             self.update_progress(1)
-        return np.stack(predictions), np.stack(confidences)
-
-
-def _named(prefix: str, decisions: Decisions) -> dict[str, NDArray[Any]]:
-    return {f"{prefix}prediction": decisions[0], f"{prefix}confidence": decisions[1]}
+        return np.stack(by_model, 1)
 
 
 def _stacked(rows: list[Decisions], shape: tuple[int, ...]) -> Decisions:
-    """Stack decisions (model, B) under several conditions as (model, *shape, B)."""
-    predictions = np.stack([row[0] for row in rows], 1)
-    confidences = np.stack([row[1] for row in rows], 1)
-    models, _, images = predictions.shape
-    return predictions.reshape(models, *shape, images), confidences.reshape(models, *shape, images)
+    """Stack decisions (2, model, B) under several conditions as (2, model, *shape, B)."""
+    stacked = np.stack(rows, 2)
+    return stacked.reshape(*stacked.shape[:2], *shape, stacked.shape[-1])
 
 
 def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:

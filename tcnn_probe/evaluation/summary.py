@@ -54,20 +54,21 @@ def as_dataset(
     """Collect decisions, right answers, accuracies and standard errors in a dataset.
 
     Args:
-        decisions: Predictions and confidences by the name of their variable, with images on the
-            last axis; and "label", the class of each image.
+        decisions: Predictions and confidences, (2, model, ..., image), by the prefix of their
+            variables.
         variants: Right answers on other test sets, bool, shape (model, image), by the name of the
             set.
-        coordinates: Coordinates of the dimensions other than "image" and "variant". Coordinates of
-            dimensions that no variable has are dropped.
+        coordinates: Coordinates of the dimensions other than "image" and "variant", of which those
+            of dimensions that no variable has are dropped; and "label", the class of each image.
         attrs: Attributes of the dataset.
     """
-    label = decisions["label"]
+    label = coordinates["label"][1]
     variables: dict[str, Any] = {}
     for prefix, (dims, subject) in _KINDS.items():
-        predictions = decisions.get(f"{prefix}prediction")
-        if predictions is None:
+        if prefix not in decisions:
             continue
+        predictions, confidences = decisions[prefix]
+        predictions = predictions.astype(np.int32)
         # A prediction of -1, for scores with NaN, is not a label and therefore wrong.
         correct = predictions == label
         arrays = {
@@ -77,7 +78,7 @@ def as_dataset(
                 "class of the highest score; -1: NaN in the scores",
             ),
             "confidence": (
-                decisions[f"{prefix}confidence"],
+                confidences.astype(np.float32),
                 f"confidence {subject}",
                 "probability of the highest score, by the softmax or sigmoid of attrs['score']",
             ),
@@ -108,7 +109,6 @@ def as_dataset(
         **coordinates,
         "variant": names,
         "image": range(len(label)),
-        "label": ("image", label),
     }
     ds = xr.Dataset(variables, coords, attrs | {"prediction": _RULE})
     unused = set(ds.dims).difference(*(variable.dims for variable in ds.data_vars.values()))
