@@ -176,7 +176,7 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
         last before signs that ended, and then the most serious and the earliest first.
 
     Raises:
-        TypeError: ``ds`` is not a dataset, or a limit is unknown or not a number.
+        TypeError: ``ds`` is not a dataset, or a limit is unknown.
         ValueError: The dataset is not a recording, or has no layers.
     """
     selection = "ds.sel(run=...)"

@@ -3,7 +3,7 @@ with their limits and their sources.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
@@ -48,9 +48,6 @@ class HealthLimits:
             0.3).
         token_outliers: Share of patch tokens with an outlying norm, which is about 0.02 in DINOv2
             (arXiv 2309.16588).
-
-    Raises:
-        TypeError: A limit is not a number.
     """
 
     max_logit: float = 100.0
@@ -69,12 +66,6 @@ class HealthLimits:
     token_cosine_rise: float = 0.3
     sink: float = 0.3
     token_outliers: float = 0.005
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"expected a number for {limit.name}, got {value!r}")
 
 
 @dataclass(frozen=True)

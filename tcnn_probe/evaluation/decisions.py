@@ -2,7 +2,7 @@
 
 import xarray as xr
 
-from tcnn_probe.evaluation.summary import check_results, mean_by, prefix_of
+from tcnn_probe.evaluation.summary import mean_by, prefix_of
 
 __all__ = ["disagreement"]
 
@@ -34,15 +34,12 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         1.
 
     Raises:
-        TypeError: The results are not a Dataset.
+        KeyError: The results lack predictions of this kind.
         ValueError: ``by`` is unknown or was not measured, or the predictions are those of a single
             model.
     """
     name = f"{prefix_of(by)}prediction"
-    check_results(results, name, "label")
     predictions = results[name]
-    if "model" not in predictions.dims:
-        raise ValueError(f"expected {name!r} with the dimension 'model', got {predictions.dims}")
     truth = results.label.broadcast_like(predictions.isel(model=0, drop=True)).expand_dims(
         model=[GROUND_TRUTH]
     )

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tcnn_probe.hooks.private_torch import TorchDispatchMode, tree_leaves
 from tcnn_probe.models import (
+    check_model,
     for_model,
     progress_bar,
     untouched,
@@ -97,6 +98,8 @@ def cost(
         whole_number(batch_size, "batch_size", 1),
         whole_number(rounds, "rounds", 1),
     )
+    for model in members.values():
+        check_model(model)
     images = {name: _images(model, size, batch_size) for name, model in members.items()}
     costs: defaultdict[str, list[float]] = defaultdict(list)
     speeds = {"images_per_second": _forward}
@@ -145,8 +148,6 @@ def cost(
 
 
 def _images(model: nn.Module, size: int | tuple[int, ...] | None, batch_size: int) -> Tensor:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     config = getattr(unwrap(model), "pretrained_cfg", None) or {}
     if size is None and "input_size" not in config:
         raise ValueError(f"timm does not know the image size of {type(model).__name__}: give size=")

@@ -358,11 +358,6 @@ def _by_model(normalization: Any, models: Mapping[str, Model]) -> dict[str, Norm
 
 def _as_variants(variants: Any) -> tuple[Variant, ...]:
     variants = (variants,) if isinstance(variants, Variant) else tuple(variants)
-    for variant in variants:
-        if not isinstance(variant, Variant):
-            raise TypeError(
-                f"expected variants, as imagenet_variant gives them, got {type(variant).__name__}"
-            )
     check_distinct([variant.name for variant in variants], "variants")
     return variants
 

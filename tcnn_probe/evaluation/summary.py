@@ -14,10 +14,8 @@ from tcnn_probe.evaluation.intervals import mean_interval, scipy_stats
 __all__ = [
     "as_dataset",
     "check_baseline",
-    "check_results",
     "improvement",
     "mean_by",
-    "model_names",
     "prefix_of",
     "share_right",
 ]
@@ -162,12 +160,12 @@ def improvement(
         rarely that any ratio is possible.
 
     Raises:
-        TypeError: The results are not a Dataset.
+        KeyError: The results lack answers of this kind.
         ValueError: The baseline is not a model or is the only one, or ``by`` is unknown or was not
             measured.
     """
     right = share_right(results, by)
-    models = model_names(right)
+    models = right.model.values.tolist()
     check_baseline(baseline, models)
     if len(models) < 2:
         raise ValueError(f"expected another model beside the baseline, got {models}")
@@ -239,12 +237,6 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     (model, by, image) or (model, image); see `improvement`.
     """
     name = f"{prefix_of(by)}correct"
-    check_results(results, name)
-    for dim in ("model", "image"):
-        if dim not in results[name].dims:
-            raise ValueError(
-                f"expected {name!r} with the dimension {dim!r}, got {results[name].dims}"
-            )
     return mean_by(results[name].compute(), by).transpose("model", ..., "image")
 
 
@@ -277,29 +269,6 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
         # groupby sorts the groups, so their published order is restored.
         means = means.sel(group=list(dict.fromkeys(groups.tolist())))
     return means.mean(set(means.dims) - {"model", "image", by}).transpose(..., "image")
-
-
-def check_results(results: object, *names: str) -> None:
-    """Raise unless the results are a Dataset (not one of its variables)
-    with all of the variables.
-    """
-    if not isinstance(results, xr.Dataset):
-        got = type(results).__name__
-        raise TypeError(
-            f"expected the results of evaluation.robustness, an xarray.Dataset; got {got}"
-        )
-    for name in names:
-        if name not in results.variables:
-            raise ValueError(
-                f"expected the results of evaluation.robustness with {name!r}, got {list(results)}"
-            )
-
-
-def model_names(values: xr.DataArray) -> list[str]:
-    """Return the names of all models."""
-    if "model" not in values.dims:
-        raise ValueError(f"expected accuracies with the dimension 'model', got {values.dims}")
-    return [str(name) for name in values.model.values]
 
 
 def check_baseline(baseline: str, models: list[str]) -> str:

@@ -79,16 +79,11 @@ def attention_grid(
         The figure.
 
     Raises:
-        TypeError: Maps or gates are no DataArray, or ``figure`` is no figure.
+        TypeError: Maps or gates are no DataArray.
+        KeyError: The gates lack a layer or head of the maps.
         ValueError: A dimension is missing or too many, the query is outside or no pair of integers,
-            the gates lack a layer or head of the maps, or the image has another shape.
+            or the image has another shape.
     """
-    from matplotlib.figure import FigureBase
-
-    if figure is not None and not isinstance(figure, FigureBase):
-        raise TypeError(
-            f"expected figure to be matplotlib's Figure or SubFigure, got {type(figure).__name__}"
-        )
     maps = select_dims(check_array(maps, "maps"), "maps", ("head", "y", "x"), ("layer",))
     maps = maps.expand_dims("layer") if "layer" not in maps.dims else maps
     maps = maps.transpose("layer", "head", "y", "x")
@@ -211,18 +206,6 @@ def _align_gates(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
     """Select the gates of the maps' layers and heads, (layer, head)."""
     gate = select_dims(check_array(gate, "gates"), "gates", ("head",), ("layer",))
     gate = gate.expand_dims("layer") if "layer" not in gate.dims else gate
-    for dim in ("layer", "head"):
-        if dim in gate.coords and dim in maps.coords:
-            labels = gate[dim].values.tolist()
-            for label in maps[dim].values.tolist():
-                if label not in labels:
-                    raise ValueError(
-                        f"the gates lack {dim} {label!r} of the maps; they have {labels}"
-                    )
-            gate = gate.sel({dim: maps[dim]})
-        elif gate.sizes[dim] != maps.sizes[dim]:
-            raise ValueError(
-                f"expected gates of {maps.sizes[dim]} {dim}s, as the maps have, got "
-                f"{gate.sizes[dim]}"
-            )
+    labels = {dim: maps[dim] for dim in ("layer", "head") if dim in gate.coords}
+    gate = gate.sel({dim: label for dim, label in labels.items() if dim in maps.coords})
     return gate.transpose("layer", "head").values

@@ -74,12 +74,11 @@ def attention_maps(
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The maps have no such image, query, layer or head, or are of videos; or an
-            option is out of range.
+        IndexError: The maps have no such image.
+        ValueError: The maps have no such query, layer or head, or are of videos; or an option is
+            out of range.
     """
     check_maps(maps)
-    if not 0 <= image < maps.sizes["image"]:
-        raise ValueError(f"expected one of {maps.sizes['image']} images, from 0, got {image!r}")
     if scale not in ("own", "common") or col_wrap < 1:
         raise ValueError(
             f"expected scale 'own' or 'common' and col_wrap from 1, got {scale!r} and {col_wrap!r}"

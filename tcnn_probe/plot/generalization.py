@@ -9,7 +9,6 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from tcnn_probe.evaluation.intervals import scipy_stats
-from tcnn_probe.evaluation.summary import check_results
 from tcnn_probe.plot.style import OKABE_ITO, axes_or_current, legend_beside
 
 if TYPE_CHECKING:
@@ -46,12 +45,10 @@ def generalization(
         The axes.
 
     Raises:
-        TypeError: ``ds`` is no Dataset.
-        ValueError: Accuracies are missing, or the variant is; or there are several variants and
-            none is named.
+        AttributeError, KeyError: Accuracies are missing.
+        ValueError: The variant is missing, or there are several variants and none is named.
         ModuleNotFoundError: SciPy is not installed.
     """
-    check_results(ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images")
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
     if variant not in names if variant is not None else len(names) > 1:
         raise ValueError(f"expected variant to be one of {names}, got {variant!r}")

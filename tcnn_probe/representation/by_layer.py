@@ -42,7 +42,7 @@ def layer_scores(features: xr.DataArray, labels: ArrayLike, *, neighbors: int = 
         others. NaN where the features of an image are missing, or infinite because large numbers
         overflow in float16.
     """
-    features = _load_features(features)
+    features = features.compute()
     images = features.sizes["image"]
 
     def scores(values: np.ndarray) -> tuple[np.ndarray, float]:
@@ -81,8 +81,8 @@ def layer_cka(features: xr.DataArray, others: xr.DataArray | None = None) -> xr.
         CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image
         are missing or infinite.
     """
-    features = _load_features(features)
-    others = features if others is None else _load_features(others)
+    features = features.compute()
+    others = features if others is None else others.compute()
 
     def cka(values: np.ndarray, other_values: np.ndarray) -> float:
         x, y = _own_channels(values), _own_channels(other_values)
@@ -110,13 +110,3 @@ def _own_channels(values: np.ndarray) -> np.ndarray | None:
     # Padding is NaN for all images; a channel that is NaN for some images has missing features.
     matrix = values[:, ~np.isnan(values).all(0)]
     return matrix if matrix.size and np.isfinite(matrix).all() else None
-
-
-def _load_features(features: xr.DataArray) -> xr.DataArray:
-    """Load features into memory; raise ValueError if they lack the dims "image" or "channel"."""
-    if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {*features.dims}:
-        got = features.dims if isinstance(features, xr.DataArray) else type(features).__name__
-        raise ValueError(
-            f"expected features, a DataArray with the dims 'image' and 'channel', got {got}"
-        )
-    return features.compute()

@@ -50,11 +50,6 @@ def knn_correct(
     queries, labels, searched, searched_labels = _with_gallery(
         features, labels, gallery, gallery_labels
     )
-    available = len(searched) - (gallery is None)
-    if not 1 <= neighbors <= available:
-        raise ValueError(
-            f"expected neighbors from 1 to {available}, the images to choose from, got {neighbors}"
-        )
 
     def weights(distance: np.ndarray) -> np.ndarray:
         # The distance is 1 - cos. A constant factor has no effect; this factor keeps the nearest
@@ -158,10 +153,6 @@ def _with_gallery(
     if gallery is None or gallery_labels is None:
         return queries, query_labels, queries, query_labels
     matrix = feature_matrix(gallery, "a gallery")
-    if matrix.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"expected a gallery of {queries.shape[1]} numbers per image, got {matrix.shape[1]}"
-        )
     return (
         queries,
         query_labels,

@@ -107,11 +107,9 @@ CORRUPTIONS: Mapping[str, Corruption] = {corruption.name: corruption for corrupt
 
 
 def named_corruption(name: str) -> Corruption:
-    """Look up a corruption; raise TypeError, or a ValueError that suggests the nearest name."""
-    if not isinstance(name, str):
-        raise TypeError(f"expected the name of a corruption, got {name!r}")
+    """Look up a corruption; raise a ValueError that suggests the nearest name."""
     if name not in CORRUPTIONS:
-        similar = difflib.get_close_matches(name, CORRUPTIONS, n=1)
+        similar = difflib.get_close_matches(str(name), CORRUPTIONS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"expected one of {', '.join(CORRUPTIONS)}; got {name!r}{hint}")
     return CORRUPTIONS[name]

@@ -174,20 +174,9 @@ def test_a_model_that_saw_fewer_conditions() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     ds = make_results()
-    with pytest.raises(
-        TypeError,
-        match=r"results of evaluation.robustness, an xarray.Dataset; got DataArray",
-    ):
-        disagreement(ds.prediction)
-    with pytest.raises(
-        ValueError,
-        match=r"results of evaluation.robustness with 'clean_prediction', got",
-    ):
+    with pytest.raises(KeyError, match="No variable named 'clean_prediction'"):
         disagreement(ds.drop_vars("clean_prediction"))
-    with pytest.raises(
-        ValueError,
-        match=r"'clean_prediction' with the dimension 'model', got \('image',\)",
-    ):
+    with pytest.raises(ValueError, match=r"Dimensions .'model'. do not exist"):
         disagreement(ds.sel(model="cnn"))
     with pytest.raises(ValueError, match=r"expected by to be one of None, .*got 'colour'"):
         disagreement(ds, "colour")

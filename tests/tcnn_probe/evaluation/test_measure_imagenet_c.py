@@ -149,7 +149,7 @@ def test_mean_corruption_error_with_published_errors(root: Path) -> None:
     assert sorted(without) == sorted(n for n in result if "relative" not in str(n))
     with pytest.raises(ValueError, match=r"severities 1 to 5, .*, got \[1, 5\]"):
         evaluation.mean_corruption_error(ds.sel(severity=[1, 5]), published)
-    with pytest.raises(ValueError, match="expected published errors of fog too"):
+    with pytest.raises(KeyError, match="fog"):
         evaluation.mean_corruption_error(ds, {"shot_noise": 0.9})
 
 

@@ -508,10 +508,6 @@ def test_sigmoid_of_one_output_or_of_each(classes: int) -> None:
             "having 5 classes; got 988",
         ),
         (
-            {"variants": "imagenet-a"},
-            "expected variants, as imagenet_variant gives them, got str",
-        ),
-        (
             {"variants": [evaluation.Variant("a", [])] * 2},
             "expected distinct variants, got 'a' twice",
         ),

@@ -203,7 +203,6 @@ def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image": 2}, "one of 2 images"),
         (
             {"query": (0, 0)},
             r"from the pixels \[\(31, 0\), \(9, 47\)\], not from \(0, 0\)",

@@ -123,5 +123,3 @@ def test_labelled_cka_is_the_same_and_nan_for_missing_features() -> None:
     features[0, 0, 3, 2] = np.inf
     missing = layer_cka(features).sel(epoch=0).isnull()
     assert missing.values.tolist() == [[True, True], [True, False]]
-    with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):
-        layer_cka(features.rename(image="sample"))

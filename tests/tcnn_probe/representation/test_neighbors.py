@@ -169,12 +169,12 @@ def test_labelled_scores_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"neighbors": 23}, "neighbors from 1 to 22"),
+        ({"neighbors": 23}, "n_neighbors < n_samples_fit"),
         ({"temperature": 0}, "a temperature above 0, got 0"),
         ({"gallery": np.ones((4, 3))}, "gallery and gallery_labels together"),
         (
             {"gallery": np.ones((4, 2)), "gallery_labels": np.ones(4)},
-            "a gallery of 3 numbers per image, got 2",
+            "X has 3 features, but .* is expecting 2 features",
         ),
         ({"labels": np.ones(22)}, r"labels of shape \(23,\)"),
         ({"features": np.full((23, 3), np.nan)}, "finite features"),
