@@ -166,10 +166,12 @@ class FeatureMaps:
                 return grid
         return None
 
-    def passes(self, values: Iterable[Any]) -> None:
+    def passes(self, inputs: Sequence[Any], output: Any) -> None:
         """Note the shapes of inputs and outputs of a module."""
-        for value in values:
-            if not isinstance(value, Tensor) or (shape := value.shape) in self._shapes:
+        for value in (*inputs, output):
+            if not isinstance(value, Tensor) or value.is_nested:
+                continue
+            if (shape := value.shape) in self._shapes:
                 continue
             self._shapes.add(shape)
             if len(shape) == 4:

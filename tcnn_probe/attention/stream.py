@@ -36,6 +36,7 @@ from tcnn_probe.attention.reconstruction import (
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_finder import TokenFinder
+from tcnn_probe.hooks.calls import without_nested
 from tcnn_probe.hooks.forwards import Forward, Forwards, ModuleCall, Running
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -226,6 +227,8 @@ class AttentionStream:
                     self._whole[layer] = kind
                     for seam, role in kind.seams(layer).items():
                         self._seams[seam] = layer, role
+        # Modules whose return is more than that of a feature map.
+        self._noted = {*self._watched, *self._whole, *self._seams}
         self._tokens = TokenFinder(self._names, tokens or GivenTokens(), fields)
         self._explained: set[nn.Module] = set()
         # The attention of the running call of torch, if it was shown.
@@ -283,9 +286,10 @@ class AttentionStream:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return self._tokens.modes
 
-    def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+    def called(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
-        self._tokens.called(module, inputs)
+        if self._tokens.maps.seeks(module):
+            self._tokens.note_image(module, args)
 
     def computes(self, forward: Forward, seen: Seen) -> Sequence[Answer]:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
@@ -297,7 +301,7 @@ class AttentionStream:
             for shown in self._shown:
                 shown.note_copy(seen)
         elif isinstance(seen, SeenUnmeasured):
-            name = self._names[forward.running[-1].module]
+            name = self._names[forward.innermost]
             if self._wants(name):
                 self.unsupported[name] = seen.reason
         elif isinstance(seen, SeenProduct):
@@ -335,17 +339,22 @@ class AttentionStream:
             odd = dtypes if mask.dtype != source.dtype else ""
         self.verification.add(layer, difference, odd)
 
-    def returned(self, forward: Forward, call: ModuleCall, output: Any) -> None:
+    def returned(
+        self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
+    ) -> None:
         """Note feature maps and outputs of seams,
         and describe the attention of layers with whole attention.
         """
-        module = call.module
         self._counts.pop(module, None)
         self._ran.add(module)
-        self.maps.passes([*call.inputs, output])
+        self._tokens.maps.passes(inputs, output)
+        if module not in self._noted:
+            return
         if module in self._seams:
             layer, role = self._seams[module]
             self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
+        call = ModuleCall(module, without_nested(*inputs))
+        [output] = without_nested(output)
         if module in self._watched:
             forward.run_unseen(self._listener.returned, call, output)
         if module in self._whole:

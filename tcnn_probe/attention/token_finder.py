@@ -33,6 +33,7 @@ from tcnn_probe.attention.token_order import (
     images_of_views,
     objection_to_order,
 )
+from tcnn_probe.hooks.calls import without_nested
 from tcnn_probe.hooks.compilation import never_compiled
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.private_torch import DisableTorchFunction
@@ -147,15 +148,11 @@ class TokenFinder:
         """Mode that tracks the places of tokens, in the first forward of each kind."""
         return [] if self._places is None else [self._places]
 
-    def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Note the image that enters the patch embedding."""
-        if self.maps.seeks(module):
-            self._note_image(module, inputs)
-
     @never_compiled
-    def _note_image(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+    def note_image(self, module: nn.Module, args: Sequence[Any]) -> None:
+        """Note the image that enters the patch embedding, if a module that is called is this."""
         with DisableTorchFunction():
-            image = self.maps.called(module, inputs)
+            image = self.maps.called(module, without_nested(*args))
             if image is not None and self._places is not None:
                 self._places.see(image)
 

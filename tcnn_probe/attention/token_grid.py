@@ -51,12 +51,13 @@ def find_layout(
         not_on_grid: Reason why the tokens cannot lie on a grid, if the call of torch shows it.
     """
     cut = find_windows(running)
+    of_keys = maps.arrange(keys, tracked)
     layout = _pool_layout(queries, keys, running, maps)
     layout = _units_layout(queries, keys, windows, running) or layout
     if layout is None and not_on_grid:
         layout = Layout(None, None, not_on_grid)
     if layout is None:
-        sides = maps.arrange(queries, tracked), maps.arrange(keys, tracked)
+        sides = of_keys if queries == keys else maps.arrange(queries, tracked), of_keys
         layout = _grids(queries, keys, windows, running, maps, sides)
         if layout.keys is None and cut and queries == keys == prod(cut.window):
             # No feature map has the size of a window, but the block that cuts windows has their
@@ -72,7 +73,7 @@ def find_layout(
             reason = reason if layout.keys else layout.reason
             layout = Layout(None, layout.keys, reason, "words", order=layout.order)
         if layout.keys:
-            layout = replace(layout, words=sides[1].words)
+            layout = replace(layout, words=of_keys.words)
     cut = layout.cut or cut
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the only window is the image
@@ -80,7 +81,7 @@ def find_layout(
         layout,
         cut=cut,
         query_cut=layout.query_cut or cut,
-        class_token=maps.arrange(keys, tracked).class_token,
+        class_token=of_keys.class_token,
         distillation_token=maps.special.distillation_token,
     )
 

@@ -247,10 +247,13 @@ class CopySafeHook:
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Run the hook."""
         if torch.compiler.is_compiling():
-            return self._do(module, *call)  # which breaks the graph
+            return self._break_graph(module, *call)
         return run_uncompiled(self._do, module, *call)
 
     @torch.compiler.disable(reason=ADVICE_FOR_WHOLE_GRAPHS)
+    def _break_graph(self, module: nn.Module, *call: Any) -> Any:
+        return self._do(module, *call)
+
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
             # Torch leaves out the keyword arguments while another thread adds or removes the hook.

@@ -9,10 +9,10 @@ call ends, also after an exception.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -81,8 +81,8 @@ class Listener(Protocol):
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return function modes to enter during the forward that has begun."""
 
-    def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Handle the call of a module, before it runs, with its positional inputs."""
+    def called(self, module: nn.Module, args: Sequence[Any]) -> None:
+        """Handle the call of a module, before it runs, with its positional arguments."""
 
     def computes(self, forward: "Forward", seen: Seen) -> Sequence[Answer]:
         """Handle a call of torch in the innermost running module,
@@ -94,8 +94,10 @@ class Listener(Protocol):
         which :meth:`computes` was called last, and its edited output.
         """
 
-    def returned(self, forward: "Forward", call: ModuleCall, output: Any) -> None:
-        """Handle the return of a module."""
+    def returned(
+        self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any
+    ) -> None:
+        """Handle the return of a module. Inputs and output can be nested tensors."""
 
     def ends(self, output: Any) -> None:
         """Handle the end of the call, with its output."""
@@ -218,20 +220,19 @@ class Forwards(Calls["Forward"]):
         # An exception that was already being handled when the model was called is not a failure of
         # the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
-        [output] = without_nested(output)
         # It is not over yet, lest another thread takes it for an abandoned forward.
         call.leave()
         try:
             if not has_failed:
                 # The entry is reported here, not by torch's global hook, which runs before the
                 # entry's own hooks, which may change the output.
-                entry = ModuleCall(call.module, call.inputs)
-                call.run_unseen(self._listener.returned, call, entry, output)
+                inputs = call.inputs
+                call.run_unseen(self._listener.returned, call, call.module, inputs, output)
                 is_told = True
         finally:
             try:
                 if is_told:
-                    call.run_unseen(self._listener.ends, output)
+                    call.run_unseen(self._listener.ends, *without_nested(output))
                 else:
                     call.run_unseen(self._listener.fails)
             finally:
@@ -245,9 +246,7 @@ class Forwards(Calls["Forward"]):
             followed = self._followed
             # This includes a forward that was interrupted without running hooks: by Ctrl-C, or
             # SystemExit in a thread.
-            if followed is not None and (
-                followed.thread == threading.get_ident() or not followed.is_open()
-            ):
+            if followed is not None and (followed.thread == get_ident() or not followed.is_open()):
                 self._followed = None
                 followed.close()
                 self._listener.fails()
@@ -282,20 +281,31 @@ class Forward(Call):
     """The exception in whose handler the model was called, if any."""
 
     def __post_init__(self) -> None:
-        self._stack = [ModuleCall(self.module, self.inputs)]
-        self._is_quiet = self._is_closed = False
+        # Modules with their positional arguments.
+        self._stack: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
+        self._is_closed = False
+        self._is_quiet = False  # also while a function of the listener runs
         self._depth = hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
     def running(self) -> Running:
-        """The running modules, without an innermost nn.Softmax or nn.Dropout,
+        """The running modules, the last of which is :attr:`innermost`."""
+        end = self._place_of_innermost() + 1
+        return [ModuleCall(module, without_nested(*args)) for module, args in self._stack[:end]]
+
+    @property
+    def innermost(self) -> nn.Module:
+        """The innermost running module, without an nn.Softmax or nn.Dropout,
         which belongs to the module around it.
         """
-        end = len(self._stack)
-        while end > 1 and isinstance(self._stack[end - 1].module, (nn.Softmax, nn.Dropout)):
-            end -= 1
-        return self._stack[:end]
+        return self._stack[self._place_of_innermost()][0]
+
+    def _place_of_innermost(self) -> int:
+        place = len(self._stack) - 1
+        while place and isinstance(self._stack[place][0], (nn.Softmax, nn.Dropout)):
+            place -= 1
+        return place
 
     def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
         """Notify a listener of the modules and calls of torch in this forward."""
@@ -323,7 +333,7 @@ class Forward(Call):
         """Stop notifying the listener of modules and calls of torch;
         the call goes on until its end is handled.
         """
-        self._is_closed = True
+        self._is_closed = self._is_quiet = True
         while self._handles:
             self._handles[-1].remove()
             forget_global_hook(self._handles[-1].id)
@@ -336,48 +346,45 @@ class Forward(Call):
         try:
             return run_unseen(function, *args)
         finally:
-            self._is_quiet = False
+            self._is_quiet = self._is_closed
 
+    # The next two methods are called for every module, so that each function call in them counts.
     # Higher-order operators compile their arguments, including these hooks, to an unbroken graph,
     # so hooks do nothing while compiling.
+    @never_compiled
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and self._is_followed(module):
-            inputs = without_nested(*args)
-            self._stack.append(ModuleCall(module, inputs))
-            self._listener.called(module, inputs)
-            # torch runs this layer on nested tensors in its fast path only, which modes turn off.
-            if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
-                if module in self._names:
-                    reason = SeenUnmeasured(NESTED)
-                    self.run_unseen(self._listener.computes, self, reason)
-                self.scope.leave_modes()
-
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._hand_on(module, args, *rest)
+        if torch.compiler.is_compiling() or not self._is_followed(module):
+            return
+        self._stack.append((module, args))
+        self._listener.called(module, args)
+        # torch runs this layer on nested tensors in its fast path only, which modes turn off.
+        if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
+            if module in self._names:
+                self.run_unseen(self._listener.computes, self, SeenUnmeasured(NESTED))
+            self.scope.leave_modes()
 
     @never_compiled
-    def _hand_on(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        # After an exception torch passes no keyword arguments, and the output may be None.
-        if not self._is_followed(module):
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_followed(module):
             return
         # Modules above this one in the stack have ended by an exception after which torch ran no
         # hooks.
-        place = len(self._stack) - 1
-        while place and self._stack[place].module is not module:
+        stack = self._stack
+        place = len(stack) - 1
+        while place and stack[place][0] is not module:
             place -= 1
         if not place:  # the entry is reported when it ends
             return
-        del self._stack[place:]
+        del stack[place:]
         if not self.scope.has_modes:
             self.scope.enter(self, self._modes)
-        # The module inside a wrapper of torch.compile has been reported already.
-        is_wrapper = COMPILED_MODULE in module._modules
-        if len(rest) != 2 or is_wrapper or module not in self._names:
-            return
-        *inputs, output = without_nested(*args, *rest[0].values(), rest[1])
-        with DisableTorchFunction():
-            self._listener.returned(self, ModuleCall(module, inputs), output)
+        # After an exception torch passes no keyword arguments, and the output may be None. The
+        # module inside a wrapper of torch.compile has been reported already.
+        if len(rest) == 2 and module in self._names and COMPILED_MODULE not in module._modules:
+            kwargs, output = rest
+            inputs = (*args, *kwargs.values()) if kwargs else args
+            with DisableTorchFunction():
+                self._listener.returned(self, module, inputs, output)
 
     # The following methods implement tcnn_probe.hooks.interception.Observer.
 
@@ -387,7 +394,7 @@ class Forward(Call):
 
     def sees(self, call: TorchCall) -> Sequence[Answer]:
         """Pass a call of torch to the listener."""
-        if not self.is_listening() or self.running[-1].module not in self._names:
+        if not self.is_listening() or self.innermost not in self._names:
             return ()
         if not is_running(self.frame):  # it was interrupted, and other code runs now
             return ()
@@ -406,22 +413,17 @@ class Forward(Call):
 
     def is_listening(self) -> bool:
         """Return whether the code that runs belongs to this forward."""
-        return not (
-            self._is_quiet
-            or self._is_closed
-            or self.thread != threading.get_ident()
-            or hidden_depth() > self._depth
-        )
+        return not (self._is_quiet or self.thread != get_ident() or hidden_depth() > self._depth)
 
     def _is_followed(self, module: nn.Module) -> bool:
         """Return whether a module belongs to the model,
         or has weights and runs inside the model's forward.
         """
-        if not self.is_listening():
-            return False
         # A module without weights that was created in the forward, such as nn.Softmax(-1)(x),
         # belongs to its layer.
-        return module in self._names or next(module.parameters(), None) is not None
+        return self.is_listening() and (
+            module in self._names or next(module.parameters(), None) is not None
+        )
 
 
 def _entries(model: nn.Module) -> list[nn.Module]:

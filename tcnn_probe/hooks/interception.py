@@ -34,6 +34,9 @@ from tcnn_probe.hooks.modes import (
 )
 from tcnn_probe.hooks.private_torch import (
     DisableTorchFunction,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
     _get_current_function_mode_stack,
     is_functorch_wrapped_tensor,
 )
@@ -684,11 +687,15 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 }
 
 
+_OPERATORS = (HigherOrderOperator, OpOverload, OpOverloadPacket)
+
+
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
     """Return the function that describes calls of a torch function;
     None if these are not needed.
     """
-    if (describe_call := _DESCRIBE.get(func)) is not None:
+    describe_call = _DESCRIBE.get(func)
+    if describe_call is not None or not isinstance(func, _OPERATORS):
         return describe_call
     if is_kernel(func):
         return partial(_kernel, func)
