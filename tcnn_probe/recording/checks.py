@@ -1,8 +1,12 @@
-"""Checks of an epoch, and of the recording that is there, before a mark is stored."""
+"""Checks of an epoch, and of the recording that is there, before a mark is stored:
+errors, and the texts of warnings.
+"""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from tcnn_model import AttentionPool2d
 from tcnn_model.conversion.selection import LayerFilter, matching
@@ -10,20 +14,22 @@ from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.hooks.private_torch import COMPILED_CALL
 from tcnn_probe.probes import DEFAULT
 from tcnn_probe.recording.collector import Collector
-from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups
+from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups, LayerValues
 from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums, Key
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError
 
 __all__ = [
     "OtherLayersError",
+    "changed_images",
     "check_epoch",
     "check_probes",
     "check_resumed",
     "check_same_recording",
-    "warn_of_changed_images",
-    "warn_of_idle_probes",
-    "warn_of_mixed_sizes",
+    "doubtful_values",
+    "dropped_values",
+    "idle_probes",
+    "joined_layers",
 ]
 
 
@@ -130,18 +136,21 @@ def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> No
             continue
         now = current.get(path, Group({}, {}))
         layers = [layer for layer in before.layers if layer in now.layers]
-        names, dims = before.variables.keys() & now.variables.keys(), set()
+        names = before.variables.keys() & now.variables.keys() if layers else set()
+        dims: set[str] = set()
         # Sizes and labels are those of the largest layer, and variables those of any, which may be
         # absent.
         if before.layers.keys() == now.layers.keys():
-            names = {*before.variables}
-            dims = {dim for name in names for dim in before.variables[name].dims}
-        pair = [_facts(group, layers, dims, names if layers else ()) for group in (before, now)]
-        for fact, value in pair[0].items():
-            if value != pair[1][fact]:
+            names = {*before.variables} if layers else set()
+            dims = {dim for name in names for dim in before.variables[name].dims} - {"layer"}
+        there, here = (
+            _facts(group, layers, sorted(dims), sorted(names)) for group in (before, now)
+        )
+        for fact, value in there.items():
+            if value != here[fact]:
                 raise StoreError(
                     f"the store is a recording of something else ({fact}: {value} there, "
-                    f"{pair[1][fact]} here): choose another path"
+                    f"{here[fact]} here): choose another path"
                 )
         for layer, table in before.layers.items():
             if table["kind"] not in kinds:
@@ -156,14 +165,12 @@ def _facts(
     facts: dict[str, Any] = {
         f"layer {layer!r}": json.loads(json.dumps(dict(group.layers[layer]))) for layer in layers
     }
-    for dim in sorted({*dims} - {"layer"}):
+    for dim in dims:
         facts[f"dimension {dim!r}"] = group.sizes.get(dim, "absent")
         facts[f"labels along {dim!r}"] = [*group.coords.get(dim, ())]
-    for name in sorted(names):
-        variable = group.variables.get(name)
-        facts[f"variable {name!r}"] = "absent"
-        if variable is not None:
-            facts[f"variable {name!r}"] = variable.dtype, variable.dims, variable.units
+    for name in names:
+        x = group.variables.get(name)
+        facts[f"variable {name!r}"] = "absent" if x is None else (x.dtype, x.dims, x.units)
     return facts
 
 
@@ -283,10 +290,10 @@ def _reasons_inside(collector: Collector, name: str) -> dict[str, str]:
     }
 
 
-def warn_of_idle_probes(
+def idle_probes(
     kinds: Collection[str], collector: Collector, sums: Mapping[Key, EpochSums]
-) -> list[str]:
-    """Return warnings of probes that the user has named
+) -> Iterator[str]:
+    """Yield warnings of probes that the user has named
     and that have no layer, or no parameters to read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
@@ -294,8 +301,8 @@ def warn_of_idle_probes(
     with_layers = {kind for _, kind in sums}
     # The default probes include GPSA and softmax, and few models have both.
     expected = {*DEFAULT} if with_layers & {*DEFAULT} else set()
-    idle = [kind for kind in kinds if kind not in with_layers | expected]
-    warned = [f"no layer was found for the probes {idle}"] if idle else []
+    if idle := [kind for kind in kinds if kind not in with_layers | expected]:
+        yield f"no layer was found for the probes {idle}"
     for probe in collector.probes:
         entries = [total for (_, kind), total in sums.items() if kind == probe.kind]
         measured = {name for total in entries for name in total.sums}
@@ -303,40 +310,82 @@ def warn_of_idle_probes(
         # A probe that has read some of its variables fits the model.
         has_state = any(total.state for total in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:
-            warned.append(
-                f"{collector.model_class} has no {unread} for the probe {probe.kind!r} to read"
-            )
-    return warned
+            yield f"{collector.model_class} has no {unread} for the probe {probe.kind!r} to read"
 
 
-def warn_of_mixed_sizes(sums: Mapping[Key, EpochSums]) -> list[str]:
-    """Return a warning if layers that saw images
-    of several sizes have no content information, else an empty list.
+def joined_layers(stored: Groups, groups: Groups) -> Iterator[str]:
+    """Yield a warning if a run that continues a recording brings layers that it lacks.
+
+    They may not have run before, or be those of a deeper model, which has the same class.
     """
-    layers = list(
-        dict.fromkeys(
-            layer for (layer, _), total in sums.items() if None in total.patterns.values()
-        )
+    before, after = (
+        dict.fromkeys(name for group in side.values() for name in group.layers)
+        for side in (stored, groups)
     )
-    if not layers:
-        return []
-    return [f"no content_information of {layers[:3]} (of {len(layers)} layers): {MIXED_SIZES}"]
+    if joined := [name for name in after if name not in before]:
+        yield (
+            f"the recording began without these layers, which now join its {len(before)}: "
+            f"{', '.join(joined)}. If this is another model, choose another path"
+        )
 
 
-def warn_of_changed_images(hashes: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
-    """Return a warning if images differ from those whose hashes were stored, else an empty list."""
-    changed = [
-        number
-        for number, image_hash in hashes.items()
-        if stored.get(number, image_hash) != image_hash
-    ]
-    if not changed:
-        return []
-    return [
-        f"the images [{', '.join(_shorten(changed))}] of this epoch are not those of the epochs "
-        "before, so their maps cannot be compared: give a validation loader with shuffle=False and "
-        "without random augmentation"
-    ]
+def doubtful_values(
+    entries: Iterable[LayerValues], groups: Groups, sums: Mapping[Key, EpochSums]
+) -> Iterator[str]:
+    """Yield warnings that name the layers with NaN or infinite numbers,
+    and those without content information, because they saw images of several sizes.
+    """
+    counts: dict[str, int] = {}
+    broken: list[str] = []
+    for entry in entries:
+        recorded = groups.get(entry.place, Group({}, {}))
+        # Maps are not checked: they are NaN for images that were not seen.
+        if entry.maps or entry.layer not in recorded.layers:
+            continue
+        images = int(entry.values.get("nonfinite_images", 0))
+        if images:
+            counts[entry.layer] = max(images, counts.get(entry.layer, 0))
+        elif not all(
+            np.isfinite(value).all() or entry.variables[name].may_be_nan
+            for name, value in entry.values.items()
+            if name in recorded.variables
+        ):
+            broken.append(entry.layer)
+    if counts:
+        yield (
+            "images gave NaN or infinite values, which are left out of the means; their number by "
+            f"layer: {counts}"
+        )
+    if broken:
+        yield (
+            "NaN or infinite values were recorded for these layers, from their parameters or "
+            f"gradients: {broken}"
+        )
+    mixed = [layer for (layer, _), total in sums.items() if None in total.patterns.values()]
+    if mixed := [*dict.fromkeys(mixed)]:
+        yield f"no content_information of {mixed[:3]} (of {len(mixed)} layers): {MIXED_SIZES}"
+
+
+def dropped_values(dropped: Mapping[str, Collection[str]]) -> Iterator[str]:
+    """Yield a warning of layers, and of variables by layer, that the recording began without."""
+    if dropped:
+        names = sorted({name for names in dropped.values() for name in names})
+        variables = f"{names} of " if names else ""
+        yield (
+            "not recorded, because the recording began without them: "
+            f"{variables}{[*dropped][:3]} (of {len(dropped)})"
+        )
+
+
+def changed_images(hashes: Mapping[str, str], stored: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning if images differ from those whose hashes were stored."""
+    changed = [number for number in hashes if stored.get(number, hashes[number]) != hashes[number]]
+    if changed:
+        yield (
+            f"the images [{', '.join(_shorten(changed))}] of this epoch are not those of the "
+            "epochs before, so their maps cannot be compared: give a validation loader with "
+            "shuffle=False and without random augmentation"
+        )
 
 
 def _shorten(names: Iterable[str]) -> list[str]:

@@ -158,7 +158,7 @@ class Collector(AttentionListener):
         """Detach from the model. This may be called more than once."""
         self.stream.close()
         for layer in self._all():
-            layer.gradients.remove()
+            layer.remove()
 
     def reset(self) -> None:
         """Start the next epoch. A forward that is still running belongs to no epoch."""
@@ -166,7 +166,7 @@ class Collector(AttentionListener):
         self.forwards.reset()
         self.sums.reset()
         for layer in self._all():
-            layer.gradients.reset()
+            layer.reset()
 
     def read_sums(self) -> dict[Key, EpochSums]:
         """Read the sums of this process. If parameters are sharded over ranks,
@@ -177,7 +177,7 @@ class Collector(AttentionListener):
         # the other ranks.
         for key in sorted(self._layers):
             layer_sums = sums.setdefault(key, EpochSums())
-            layer_sums.squares = self._layers[key].gradients.read()
+            layer_sums.squares = self._layers[key].read_squares()
             layer_sums.state = self._layers[key].read_state()
         return sums
 
@@ -204,8 +204,8 @@ class Collector(AttentionListener):
             return {
                 "sums": [*self.earlier, self.read_sums()],
                 "maps": self.sums.maps,
-                "images": self.forwards.image_hashes.passed,
-                "samples": self.forwards.image_hashes.samples,
+                "images": self.forwards.passed,
+                "samples": self.forwards.samples,
             }
 
     def take_up(
@@ -222,8 +222,8 @@ class Collector(AttentionListener):
         for key in maps:
             self.expect(*key)
         self.sums.maps = maps
-        self.forwards.image_hashes.passed = images
-        self.forwards.image_hashes.samples = samples
+        self.forwards.passed = images
+        self.forwards.samples = samples
 
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
@@ -353,7 +353,7 @@ class Collector(AttentionListener):
         with self.lock:
             if not self.forwards.belongs_to_epoch:
                 return
-            self.forwards.image_hashes.ends()
+            self.forwards.ends()
             # A softmax whose result was multiplied with no values is not attention: `layers` lacks
             # it.
             pending = [
@@ -434,7 +434,7 @@ class Collector(AttentionListener):
 
     def _follow_gradients(self) -> None:
         for layer in self._all():
-            layer.gradients.follow()
+            layer.follow_gradients()
 
     def _begins_forward(self) -> bool:
         self._follow_gradients()

@@ -4,16 +4,16 @@ that a recording is continued with other images or weights.
 
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.images import batch_of, channel_axis
+from tcnn_probe.images import channel_axis
 from tcnn_probe.models import unwrap
 
-__all__ = ["WEIGHTS", "ImageHashes", "ResumedWeights", "weights_fingerprint"]
+__all__ = ["WEIGHTS", "ResumedWeights", "image_hash", "sample_images", "weights_fingerprint"]
 
 WEIGHTS = "weights"
 """Attribute of the recording that holds the fingerprint of the weights."""
@@ -21,73 +21,29 @@ WEIGHTS = "weights"
 # About the number of values of each parameter in the fingerprint. A step of an optimizer changes
 # nearly all values, so even fewer would do, but would not be faster.
 _SAMPLED = 16
+# Small enough to copy in each forward, and large enough to tell images apart.
+_IMAGE_SAMPLE = 512
 
 
-class ImageHashes:
-    """Hashes of the images whose maps are kept,
-    by number in the epoch, from a sample of their values.
-
-    Attributes:
-        passed: Number of images of the forwards that have ended.
-        samples: Sampled values of the chosen images seen so far, by number.
+def sample_images(batch: Tensor | list[Tensor], rows: Mapping[int, int]) -> dict[int, Tensor]:
+    """Copy a sample of the values of some images of a batch.
 
     Args:
-        numbers: Numbers of the images.
+        batch: Images, (B, ...), or a list of (C, H, W).
+        rows: Index in the batch, by number of the image.
     """
+    if isinstance(batch, Tensor) and batch.ndim == 4:
+        # The hash does not depend on the place of the channels.
+        batch = batch.movedim(channel_axis(batch), 1)
+    step = max(1, batch[0].numel() // _IMAGE_SAMPLE)
+    # The values are copied, because a view would keep the whole batch in memory.
+    return {number: batch[row].detach().flatten()[::step].clone() for number, row in rows.items()}
 
-    SAMPLES = 512
-    """Approximate sample size: small enough to copy in each forward,
-    and large enough to tell images apart.
-    """
 
-    def __init__(self, numbers: Collection[int]) -> None:
-        self._numbers = sorted(numbers)
-        self.reset()
-
-    def reset(self) -> None:
-        """Start the next epoch."""
-        self.passed = 0
-        self._has_images = False
-        self.samples: dict[int, Tensor] = {}
-        self._pending: tuple[int, dict[int, Tensor]] = (0, {})
-
-    def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
-        """Copy values of the chosen images from the inputs of a measured call,
-        unless its forward has shown images.
-        """
-        self._has_images &= continues
-        batch = batch_of(inputs)
-        self._pending = (0, {})
-        if batch is None or self._has_images:
-            return
-        if isinstance(batch, Tensor) and batch.ndim == 4:
-            # The hash does not depend on the place of the channels.
-            batch = batch.movedim(channel_axis(batch), 1)
-        samples = {}
-        step = max(1, batch[0].numel() // self.SAMPLES)
-        for number in self._numbers:
-            row = number - self.passed
-            if 0 <= row < len(batch):
-                # The values are copied, because a view would keep the whole batch in memory.
-                samples[number] = batch[row].detach().flatten()[::step].clone()
-        self._pending = len(batch), samples
-
-    def ends(self) -> None:
-        """Count the images of the call that has ended, and keep its samples."""
-        count, samples = self._pending
-        self._has_images |= count > 0
-        self.passed += count
-        self.samples |= samples
-
-    def read(self) -> dict[str, str]:
-        """Return the hashes of the images seen so far, by number."""
-        hashes = {}
-        for number, sample in self.samples.items():
-            # Values are hashed in float32, so that equal values have the same hash, whatever their
-            # dtype.
-            values = sample.cpu().float().numpy()
-            hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]
-        return hashes
+def image_hash(sample: Tensor) -> str:
+    """Return the hash of an image's sampled values."""
+    # Values are hashed in float32, so that equal values have the same hash, whatever their dtype.
+    return hashlib.sha256(sample.cpu().float().numpy().tobytes()).hexdigest()[:16]
 
 
 class ResumedWeights:

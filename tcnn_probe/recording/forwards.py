@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tcnn_probe.images import batch_of, input_tensors
-from tcnn_probe.recording.fingerprints import ImageHashes
+from tcnn_probe.recording.fingerprints import sample_images
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["ForwardCounter"]
@@ -17,7 +17,8 @@ class ForwardCounter:
     """Count of the forwards and images since the previous mark.
 
     Attributes:
-        image_hashes: Hashes of the images whose maps are kept, and the number of images so far.
+        passed: Number of images of the forwards that have ended.
+        samples: Sampled values of the images whose maps are kept, by number.
         training_forwards: Number of forwards that began in training mode.
         on_training: Function that is called before the first of these forwards.
         pauses: Number of active pauses, in which nothing is measured.
@@ -52,7 +53,10 @@ class ForwardCounter:
         self._sampling = sampling
         self._begins_forward = begins_forward
         self._is_full = is_full
-        self.image_hashes = ImageHashes(map_images)
+        self._map_images = sorted(map_images)
+        self.passed = 0
+        self.samples: dict[int, Tensor] = {}
+        self._own_samples: dict[int, Tensor] = {}  # of this forward
         self.pauses = 0
         self.on_training: Callable[[], None] = lambda: None
         self.called_parts: dict[str, None] = {}
@@ -75,7 +79,12 @@ class ForwardCounter:
         self._epoch += 1
         self.training_forwards = self.measured = 0
         self.called_parts.clear()
-        self.image_hashes.reset()
+        self.passed, self.samples = 0, {}
+
+    def ends(self) -> None:
+        """Count the images of a call that has ended, and keep samples of the chosen ones."""
+        self.passed = self.before + self.batch
+        self.samples |= self._own_samples
 
     def begins(
         self,
@@ -102,11 +111,14 @@ class ForwardCounter:
         if self.pauses or not self._is_chosen:
             return False
         if not continues:
-            self.before, self.batch = self.image_hashes.passed, 0
-        if not self.batch:
-            batch = batch_of(inputs)
-            self.batch = 0 if batch is None else len(batch)
-        self.image_hashes.begins(inputs, continues=continues)
+            self.before, self.batch, self._own_samples = self.passed, 0, {}
+        # The first call with images shows those of the forward.
+        batch = None if self.batch else batch_of(inputs)
+        if batch is not None:
+            self.batch = len(batch)
+            places = {number: number - self.before for number in self._map_images}
+            rows = {number: row for number, row in places.items() if 0 <= row < self.batch}
+            self._own_samples = sample_images(batch, rows) if rows else {}
         # The name is empty for the model and for a wrapper around it.
         self.whole_model = self._names[entry] == ""
         if not self.whole_model:
@@ -132,7 +144,7 @@ class ForwardCounter:
         if is_idle:
             self.measured -= 1
             if self._is_chosen:
-                self.image_hashes.passed = self.before
+                self.passed = self.before
 
     def _count_forward(self) -> bool:
         """Count a forward that begins, and return whether it is measured."""

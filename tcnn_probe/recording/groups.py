@@ -1,4 +1,4 @@
-"""The numbers and maps of an epoch, as arrays of the groups of a recording."""
+"""A dataset: the numbers and maps of an epoch, as arrays of the groups of a recording."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +21,6 @@ __all__ = [
     "groups_of",
     "map_values",
     "number_values",
-    "warn_of_dropped",
-    "warn_of_joined",
-    "warn_of_nonfinite",
-    "with_joined",
 ]
 
 Groups = Mapping[str, Group]
@@ -46,54 +42,37 @@ class LayerValues(Group):
     layer: str = ""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        place: str,
-        layer: str,
-        probes: Sequence[Probe],
-        variables: Mapping[str, Variable],
-        values: Mapping[str, np.ndarray],
-        table: Mapping[str, Any],
-        coords: Mapping[str, Sequence[Any]],
-    ) -> "LayerValues":
-        """Return the values of a layer, with sizes that follow from them.
-
-        Args:
-            place: Path of the group.
-            layer: Name of the layer.
-            probes: Probes that measured it.
-            variables: Variables that these probes have in this group.
-            values: Values of those that were measured.
-            table: Entries of the layer table.
-            coords: Labels along dimensions, in addition to those of the probes.
-
-        Raises:
-            ValueError: Values of the layer have other dimensions, or several sizes along one.
-        """
-        sizes: dict[str, int] = {}
-        for name, value in values.items():
-            for dim, size in zip(variables[name].dims[1:], value.shape, strict=True):
-                if sizes.setdefault(dim, size) != size:
-                    raise ValueError(
-                        f"{layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
-                    )
-        # A layer may have fewer heads than its group. One without values yet has their number in
-        # the table only.
-        heads = {"heads": sizes["head"]} if "head" in sizes else {}
-        table = {"kind": probes[0].kind, **heads, **table}
-        if "heads" in table and any("head" in v.dims for v in variables.values()):
-            sizes.setdefault("head", table["heads"])
-        labels = {
-            dim: labels for probe in probes for dim, labels in probe.coords.items() if dim in sizes
-        }
-        coords = {**labels, **coords}
-        return cls(variables, {layer: table}, sizes, coords, place, layer, values)
-
     @property
     def has_run(self) -> bool:
         """True unless no image has reached the layer; what is read from parameters needs none."""
         return self.maps or bool(self.values.get("images", True))
+
+
+def _layer_values(
+    place: str,
+    layer: str,
+    probes: Sequence[Probe],
+    variables: Mapping[str, Variable],
+    values: Mapping[str, np.ndarray],
+    table: Mapping[str, Any],
+    coords: Mapping[str, Sequence[Any]],
+) -> LayerValues:
+    """Return values that several probes have measured of a layer, with the sizes of their axes."""
+    sizes: dict[str, int] = {}
+    for name, value in values.items():
+        for dim, size in zip(variables[name].dims[1:], value.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                raise ValueError(
+                    f"{layer!r} has values of {sizes[dim]} and of {size} along {dim!r}"
+                )
+    # A layer may have fewer heads than its group. One without values yet has their number in the
+    # table only.
+    heads = {"heads": sizes["head"]} if "head" in sizes else {}
+    table = {"kind": probes[0].kind, **heads, **table}
+    if "heads" in table and any("head" in variable.dims for variable in variables.values()):
+        sizes.setdefault("head", table["heads"])
+    labels = {dim: probe.coords[dim] for probe in probes for dim in probe.coords if dim in sizes}
+    return LayerValues(variables, {layer: table}, sizes, {**labels, **coords}, place, layer, values)
 
 
 def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
@@ -109,25 +88,20 @@ def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[L
         table: dict[str, Any] = {}
         for layer in layers:
             probe = layer.probe
-            total = sums.get((name, probe.kind), EpochSums())
+            total = sums[name, probe.kind]
             table |= layer.facts()
             values |= total.finish(probe.variables)
-            variables |= {
-                variable: about
-                for variable, about in probe.variables.items()
-                if variable not in probe.image_variables
-            }
+            names = probe.variables.keys() - probe.image_variables
+            variables |= {key: probe.variables[key] for key in probe.variables if key in names}
             if probe.runs:
                 variables |= COUNTS
                 # A probe may see fewer images than another: tokens of an unknown kind are in no
                 # class attention.
-                for count, seen in (
-                    ("images", total.images),
-                    ("nonfinite_images", total.nonfinite),
-                ):
+                counts = {"images": total.images, "nonfinite_images": total.nonfinite}
+                for count, seen in counts.items():
                     values[count] = np.maximum(values.get(count, 0.0), float(seen))
         probes = [layer.probe for layer in layers]
-        entries.append(LayerValues.of(place, name, probes, variables, values, table, {}))
+        entries.append(_layer_values(place, name, probes, variables, values, table, {}))
     return entries
 
 
@@ -165,7 +139,7 @@ def map_values(collector: Collector) -> list[LayerValues]:
             if rows:
                 about = variables[place]
                 entries.append(
-                    LayerValues.of(place, layer.name, [probe], about, rows, table, coords)
+                    _layer_values(place, layer.name, [probe], about, rows, table, coords)
                 )
     return entries
 
@@ -199,63 +173,36 @@ def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
     return np.full(shape, fill, dtype=variable.dtype)
 
 
-def groups_of(entries: Iterable[LayerValues]) -> dict[str, Group]:
-    """Return the groups that hold these layers, in their order."""
-    groups = {"": Group({}, {})}
-    places: dict[str, list[LayerValues]] = {}
+def groups_of(entries: Iterable[LayerValues], stored: Groups | None = None) -> dict[str, Group]:
+    """Return the groups that hold these layers.
+
+    Args:
+        entries: Values of the layers, in their order.
+        stored: Groups of a recording that is continued: layers that it lacks join it, after those
+            that are there, once they have run.
+    """
+    groups = {"": Group({}, {}), **(stored or {})}
+    places: dict[str, list[Group]] = {}
+    known = {(_kind_of_place(x), layer) for x, group in groups.items() for layer in group.layers}
     for entry in entries:
-        places.setdefault(entry.place, []).append(entry)
+        joins = entry.has_run and (_kind_of_place(entry.place), entry.layer) not in known
+        if stored is None or joins:
+            before = [groups[entry.place]] if entry.place in groups else []
+            places.setdefault(entry.place, before).append(entry)
     for place, members in places.items():
         group = Group.together(members)
         # Variables without a value in any layer are left out if the sizes of their dimensions are
         # unknown.
-        known = {"layer", *group.sizes}
+        sizes = {"layer", *group.sizes}
         variables = {
             name: variable
             for name, variable in group.variables.items()
-            if known.issuperset(variable.dims)
+            if sizes.issuperset(variable.dims)
         }
         # A probe may have more labels than its layers have values.
         coords = {dim: group.coords[dim][: group.sizes[dim]] for dim in group.coords}
         groups[place] = replace(group, variables=variables, coords=coords)
     return groups
-
-
-def with_joined(groups: Groups, entries: Iterable[LayerValues]) -> dict[str, Group]:
-    """Return the groups of a recording with the layers
-    that have run for the first time, after those that are there.
-    """
-    known = {
-        (_kind_of_place(place), layer) for place, group in groups.items() for layer in group.layers
-    }
-    joining = [
-        entry
-        for entry in entries
-        if entry.has_run and (_kind_of_place(entry.place), entry.layer) not in known
-    ]
-    extended = dict(groups)
-    for place, group in groups_of(joining).items():
-        if group.layers or place not in groups:
-            members = [groups[place], group] if place in groups else [group]
-            extended[place] = Group.together(members)
-    return extended
-
-
-def warn_of_joined(stored: Groups, groups: Groups) -> list[str]:
-    """Return a warning if a run that continues a recording brings layers that it lacks.
-
-    They may not have run before, or be those of a deeper model, which has the same class.
-    """
-    before, after = (
-        {name for group in side.values() for name in group.layers} for side in (stored, groups)
-    )
-    joined = sorted(after - before)
-    if not joined:
-        return []
-    return [
-        f"the recording began without these layers, which now join its {len(before)}: "
-        f"{', '.join(joined)}. If this is another model, choose another path"
-    ]
 
 
 def _kind_of_place(place: str) -> str:
@@ -275,11 +222,10 @@ def assemble(
         value; and what the groups lack, because the recording began without it: layers, and names
         of variables by layer.
     """
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    for place, group in groups.items():
-        arrays[place] = {
-            name: _empty(group.shape(name), variable) for name, variable in group.variables.items()
-        }
+    arrays = {
+        place: {name: _empty(group.shape(name), x) for name, x in group.variables.items()}
+        for place, group in groups.items()
+    }
     dropped: dict[str, list[str]] = {}
     for entry in entries:
         group = groups.get(entry.place, Group({}, {}))
@@ -297,51 +243,3 @@ def assemble(
             region: tuple[int | slice, ...] = (row, *map(slice, value.shape))
             arrays[entry.place][name][region] = value
     return arrays, dropped
-
-
-def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a warning of layers, and of variables,
-    that the recording began without; an empty list for none.
-    """
-    if not dropped:
-        return []
-    names = sorted({name for names in dropped.values() for name in names})
-    variables = f"{names} of " if names else ""
-    return [
-        "not recorded, because the recording began without them: "
-        f"{variables}{[*dropped][:3]} (of {len(dropped)})"
-    ]
-
-
-def warn_of_nonfinite(entries: Iterable[LayerValues], groups: Groups) -> list[str]:
-    """Return a warning that names the layers with NaN or infinite numbers;
-    an empty list if there are none.
-    """
-    counts: dict[str, int] = {}
-    broken: list[str] = []
-    for entry in entries:
-        recorded = groups.get(entry.place, Group({}, {}))
-        # Maps are not checked: they are NaN for images that were not seen.
-        if entry.maps or entry.layer not in recorded.layers:
-            continue
-        images = int(entry.values.get("nonfinite_images", 0))
-        if images:
-            counts[entry.layer] = max(images, counts.get(entry.layer, 0))
-        elif not all(
-            np.isfinite(value).all() or entry.variables[name].may_be_nan
-            for name, value in entry.values.items()
-            if name in recorded.variables
-        ):
-            broken.append(entry.layer)
-    warned = []
-    if counts:
-        warned.append(
-            "images gave NaN or infinite values, which are left out of the means; their number by "
-            f"layer: {counts}"
-        )
-    if broken:
-        warned.append(
-            "NaN or infinite values were recorded for these layers, from their parameters or "
-            f"gradients: {broken}"
-        )
-    return warned

@@ -19,17 +19,9 @@ from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, plain_filter, wanted_layers
 from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.checks import (
-    check_epoch,
-    check_probes,
-    check_resumed,
-    check_same_recording,
-    warn_of_changed_images,
-    warn_of_idle_probes,
-    warn_of_mixed_sizes,
-)
+from tcnn_probe.recording import checks
 from tcnn_probe.recording.collector import Collector
-from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
+from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights, image_hash
 from tcnn_probe.recording.groups import (
     Groups,
     LayerValues,
@@ -37,10 +29,6 @@ from tcnn_probe.recording.groups import (
     groups_of,
     map_values,
     number_values,
-    warn_of_dropped,
-    warn_of_joined,
-    warn_of_nonfinite,
-    with_joined,
 )
 from tcnn_probe.recording.options import (
     IfMarked,
@@ -176,11 +164,11 @@ class Recorder:
             self._marks = self._ranks.gather(self._store.marks)[0]
             self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
             undo.callback(self._collector.remove)
-            check_probes(self._collector)
+            checks.check_probes(self._collector)
             with self._ranks.agreed():
                 # This is checked before anything is locked or written, so that an error leaves the
                 # store unchanged.
-                check_same_recording(self._store, provenance(model), self._collector)
+                checks.check_same_recording(self._store, provenance(model), self._collector)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
             self._collector.forwards.on_training = self._weights.check
@@ -302,7 +290,7 @@ class Recorder:
             collector.reset()
         # Warnings of idle probes are given once.
         if not self._has_marked:
-            warned += warn_of_idle_probes(self._named_kinds, collector, sums)
+            warned += checks.idle_probes(self._named_kinds, collector, sums)
             _LOG.info("recording %s layers: %s", len(self.layers), _shorten(self.layers))
             for layer, reason in self.unsupported.items():
                 _LOG.info("not recorded: %s (%s)", layer, reason)
@@ -396,33 +384,31 @@ class Recorder:
         # All checks of the epoch come before the first write. This one is the usual mistake of a
         # resumed run.
         store.check_order(number)
-        check_epoch(collector, sums, self._layer_filter, self._groups)
+        checks.check_epoch(collector, sums, self._layer_filter, self._groups)
         entries = number_values(collector, sums) + map_values(collector)
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and
         # may extend them.
-        groups = self._groups or groups_of(entries)
+        stored = store.groups if store.has_layers else None
+        groups = groups_of(entries, stored)
         warned: list[str] = []
-        if store.groups is not None and store.has_layers:
-            if self._groups is None:
-                kinds = {probe.kind for probe in collector.probes}
-                check_resumed(store.groups, groups, kinds)
-            groups = with_joined(store.groups, entries)
-            if self._groups is None:
-                warned += warn_of_joined(store.groups, groups)
+        if self._groups is None and stored is not None:
+            kinds = {probe.kind for probe in collector.probes}
+            checks.check_resumed(stored, groups_of(entries), kinds)
+            warned += checks.joined_layers(stored, groups)
         values, dropped = assemble(entries, groups)
         for layer, names in dropped.items():
             collector.note_missing(layer, names, "the recording began without it")
         attrs = store.attrs or {}
-        hashes = collector.forwards.image_hashes.read()
+        samples = collector.forwards.samples.items()
+        hashes = {str(number): image_hash(sample) for number, sample in samples}
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
-        changed = warn_of_changed_images(hashes, json.loads(attrs.get("image_hashes", "{}")))
-        warned += self._once("images", changed)
-        for text in warn_of_dropped(dropped):
-            warned += self._once(text, [text])
-        warned += warn_of_nonfinite(entries, groups) + warn_of_mixed_sizes(sums)
+        stored_hashes = json.loads(attrs.get("image_hashes", "{}"))
+        warned += self._once("images", checks.changed_images(hashes, stored_hashes))
+        warned += self._once(str(dropped), checks.dropped_values(dropped))
+        warned += checks.doubtful_values(entries, groups, sums)
         self._note_absent_layers(number, entries, groups)
         attrs = self._attributes(hashes)
-        if not store.has_layers:
+        if stored is None:
             images = {"images": json.dumps(collector.sampling.images)}
             attrs = self._attrs | provenance(self._model) | images | attrs
         store.append(number, groups, values, scalars, attrs=attrs)
@@ -430,14 +416,13 @@ class Recorder:
         self._groups = groups
         return warned + (self._warn_of_alarms() if self._watches_health else [])
 
-    def _once(self, topic: str, texts: list[str]) -> list[str]:
+    def _once(self, topic: str, texts: Iterable[str]) -> list[str]:
         """Return the warnings the first time that there are any of this topic,
         else an empty list.
         """
-        if not texts or topic in self._warned:
-            return []
-        self._warned.add(topic)
-        return texts
+        new = [] if topic in self._warned else [*texts]
+        self._warned.update([topic] if new else [])
+        return new
 
     def _note_absent_layers(
         self, number: int | float, entries: Iterable[LayerValues], groups: Groups
