@@ -24,12 +24,7 @@ from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
-from tcnn_probe.recording.measured import (
-    MAPS_BY_CLASS,
-    Measured,
-    check_measured,
-    select_classes,
-)
+from tcnn_probe.recording.measured import MAPS_BY_CLASS, Measured, check_measured, select_classes
 from tcnn_probe.recording.measured_layer import MeasuredLayer
 from tcnn_probe.recording.options import Sampling
 from tcnn_probe.recording.running_sums import RunningSums
@@ -467,10 +462,7 @@ class Collector(AttentionListener):
         return max(0, limit - self._images_before((layer, probe.kind)))
 
     def _keep(
-        self,
-        probe: Probe,
-        measured: Mapping[str, Tensor | Pattern],
-        call: Attention | ForwardCall,
+        self, probe: Probe, measured: Mapping[str, Tensor | Pattern], call: Attention | ForwardCall
     ) -> None:
         """Keep the measurements of a call, with the maps of chosen images,
         until the forward ends.
@@ -504,26 +496,11 @@ class Collector(AttentionListener):
         if probe.maps is not None:
             numbers, maps = self._maps(probe, call, images, before, batch)
         self._pending.append(
-            Measured(
-                layer,
-                call.module,
-                probe,
-                values,
-                patterns,
-                batch,
-                before,
-                numbers,
-                maps,
-            )
+            Measured(layer, call.module, probe, values, patterns, batch, before, numbers, maps)
         )
 
     def _maps(
-        self,
-        probe: Probe,
-        call: Attention | ForwardCall,
-        images: int,
-        before: int,
-        batch: int,
+        self, probe: Probe, call: Attention | ForwardCall, images: int, before: int, batch: int
     ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
         """Return the numbers in the forward of the chosen images,
         and their maps; note why there are none.
@@ -536,10 +513,7 @@ class Collector(AttentionListener):
             batch: Number of images of the forward.
         """
         assert probe.maps is not None
-        layer, reason = (
-            call.name,
-            call.layout.reason if isinstance(call, Attention) else "",
-        )
+        layer, reason = (call.name, call.layout.reason if isinstance(call, Attention) else "")
         numbers: Sequence[int] = range(images)
         without_maps = ""
         if self.forwards.batch and isinstance(call, Attention):

@@ -96,11 +96,7 @@ def check_measured(
 
 
 def select_classes(
-    maps: Mapping[str, Tensor],
-    sampling: Sampling,
-    output: Any,
-    rows: Sequence[int],
-    images: int,
+    maps: Mapping[str, Tensor], sampling: Sampling, output: Any, rows: Sequence[int], images: int
 ) -> tuple[Mapping[str, Tensor], str]:
     """Keep only the maps of the chosen classes,
     and add the index and the score of each of these classes.

@@ -6,14 +6,7 @@ import json
 import operator
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Literal,
-    SupportsFloat,
-    SupportsIndex,
-    cast,
-    get_args,
-)
+from typing import Any, Literal, SupportsFloat, SupportsIndex, cast, get_args
 
 import numpy as np
 from torch import Tensor
@@ -92,9 +85,7 @@ class Sampling:
             raise ValueError(f"expected indices of classes below {count}, got {largest}")
 
 
-def _parse_classes(
-    classes: int | Collection[int] | None,
-) -> tuple[int, tuple[int, ...]]:
+def _parse_classes(classes: int | Collection[int] | None) -> tuple[int, tuple[int, ...]]:
     """Return the number of classes, or their indices without repetitions."""
     if classes is None:
         return 0, ()

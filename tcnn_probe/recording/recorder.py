@@ -226,12 +226,7 @@ class Recorder:
         self._check_marked()
         return self._store.tree()
 
-    def mark(
-        self,
-        *unnamed: Never,
-        if_marked: IfMarked = "error",
-        **values: SupportsFloat,
-    ) -> None:
+    def mark(self, *unnamed: Never, if_marked: IfMarked = "error", **values: SupportsFloat) -> None:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``,
         and starts the next one.
 
@@ -374,10 +369,7 @@ class Recorder:
         return "\n".join([title, *(f"  {name}: {text}" for name, text in lines.items())])
 
     def _write(
-        self,
-        number: int | float,
-        scalars: Mapping[str, float],
-        sums: Mapping[Key, EpochSums],
+        self, number: int | float, scalars: Mapping[str, float], sums: Mapping[Key, EpochSums]
     ) -> list[str]:
         """Store an epoch, and return warnings; an error leaves the store unchanged."""
         collector, store = self._collector, self._store

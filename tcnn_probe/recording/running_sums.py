@@ -88,10 +88,7 @@ class RunningSums:
 
     def _add_numbers(self, layers: Sequence[Measured]) -> None:
         columns = tuple(
-            (
-                layer.key,
-                tuple((name, value.shape[1:]) for name, value in layer.values.items()),
-            )
+            (layer.key, tuple((name, value.shape[1:]) for name, value in layer.values.items()))
             for layer in layers
         )
         rows = [_as_rows(x) for layer in layers for x in layer.values.values()]

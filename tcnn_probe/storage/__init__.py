@@ -15,12 +15,4 @@ from tcnn_probe.storage.epochs import EpochStore, Mode
 from tcnn_probe.storage.reading import load_example, numbers, open_recording
 from tcnn_probe.storage.runs import open_recordings as open  # noqa: A004 (the public name)
 
-__all__ = [
-    "EpochStore",
-    "Mode",
-    "StoreError",
-    "load_example",
-    "numbers",
-    "open",
-    "open_recording",
-]
+__all__ = ["EpochStore", "Mode", "StoreError", "load_example", "numbers", "open", "open_recording"]

@@ -50,11 +50,7 @@ def write_mark(
         extended: list[tuple[zarr.Array[Any], Any]] = []
 
         def extend(
-            path: str,
-            variable: Variable,
-            row: Any,
-            sizes: Sequence[int] = (),
-            before: Any = None,
+            path: str, variable: Variable, row: Any, sizes: Sequence[int] = (), before: Any = None
         ) -> None:
             array = arrays.get(path)
             if array is None:

@@ -12,13 +12,7 @@ from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.place import find
 from tcnn_probe.storage.root import HEADS, Root
 
-__all__ = [
-    "load_example",
-    "numbers",
-    "open_dataset",
-    "open_recording",
-    "open_tree",
-]
+__all__ = ["load_example", "numbers", "open_dataset", "open_recording", "open_tree"]
 
 _EXAMPLES = {"tcnn": "example.zip", "vit": "example_vit.zip"}
 

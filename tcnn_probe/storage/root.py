@@ -35,17 +35,7 @@ IDENTITY = "recording_id"
 BY_RUN = ("missing", "unsupported")
 """Attributes with a table for each run, if several recordings are opened together."""
 OWN_ATTRIBUTES = frozenset(
-    [
-        VERSION,
-        ALONG,
-        LAYERS,
-        COORDS,
-        IDENTITY,
-        *BY_RUN,
-        "images",
-        "image_hashes",
-        "weights",
-    ]
+    [VERSION, ALONG, LAYERS, COORDS, IDENTITY, *BY_RUN, "images", "image_hashes", "weights"]
 )
 """Attributes that a recording writes itself;
 a user's attributes of these names would be lost or misread.

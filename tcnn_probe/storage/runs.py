@@ -11,11 +11,7 @@ import xarray as xr
 from xarray.backends import BackendArray
 
 # xarray has no public names for lazily indexed arrays; its documentation uses these.
-from xarray.core.indexing import (
-    IndexingSupport,
-    LazilyIndexedArray,
-    explicit_indexing_adapter,
-)
+from xarray.core.indexing import IndexingSupport, LazilyIndexedArray, explicit_indexing_adapter
 from zarr.abc.store import Store
 
 from tcnn_probe.schema import StoreError
@@ -27,9 +23,7 @@ __all__ = ["open_recordings"]
 Target = str | os.PathLike[str] | Store
 
 
-def open_recordings(
-    target: Target | Mapping[str, Target] | Iterable[Target],
-) -> xr.DataTree:
+def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) -> xr.DataTree:
     """Open a recording, or several joined, for reading. They are not changed,
     and may be written meanwhile.
 

@@ -13,22 +13,12 @@ from torch import nn
 from zarr.core.sync import sync
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import (
-    Trace,
-    check_entropies,
-    entropies,
-    images,
-    vit,
-)
+from tests.tcnn_probe.contracts.helpers import Trace, check_entropies, entropies, images, vit
 from tests.tcnn_probe.probes.scattered_models import VIT, small, step
 
 
 def leave(
-    model: nn.Module,
-    count: int,
-    *,
-    marks: bool = False,
-    error: type[Exception] | None = None,
+    model: nn.Module, count: int, *, marks: bool = False, error: type[Exception] | None = None
 ) -> None:
     with tcnn_probe.record(model) as recorder:
         if marks:
@@ -43,13 +33,11 @@ def leave(
 def test_leaving_without_a_mark_warns() -> None:
     model = vit()
     with pytest.warns(
-        RuntimeWarning,
-        match=r"^3 images measured and nothing was marked: .*call mark\(epoch=",
+        RuntimeWarning, match=r"^3 images measured and nothing was marked: .*call mark\(epoch="
     ):
         leave(model, 3)
     with pytest.warns(
-        RuntimeWarning,
-        match=r"^2 images measured since the last mark: .*recorder\.pause\(\)",
+        RuntimeWarning, match=r"^2 images measured since the last mark: .*recorder\.pause\(\)"
     ) as warnings:
         leave(model, 2, marks=True)
     assert warnings[0].filename == __file__
@@ -126,8 +114,7 @@ def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) ->
         # Images 4 and 5 swap places.
         model(x[[0, 1, 2, 3, 5, 4]])
         with pytest.warns(
-            RuntimeWarning,
-            match=r"the images \[4\] of this epoch are not .* shuffle=False",
+            RuntimeWarning, match=r"the images \[4\] of this epoch are not .* shuffle=False"
         ) as warnings:
             recorder.mark(epoch=3)
         model(x.flip(0))
@@ -180,9 +167,7 @@ def test_a_dropped_recorder_leaves_no_hooks(tmp_path: Path) -> None:
         assert recorder.epochs == (0,)
 
 
-def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(
-    tmp_path: Path,
-) -> None:
+def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(tmp_path: Path) -> None:
     """The garbage collector runs in whichever thread allocates memory,
     which may be the thread in which zarr reads.
     """

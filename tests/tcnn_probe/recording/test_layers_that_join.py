@@ -90,9 +90,7 @@ def test_layers_that_did_not_run_are_nan_with_the_reason(place: str, tmp_path: P
         }
 
 
-def test_a_mark_without_any_layer_or_of_other_numbers_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_mark_without_any_layer_or_of_other_numbers_is_refused(tmp_path: Path) -> None:
     model = Skipping()
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         model.run = (0, 1)

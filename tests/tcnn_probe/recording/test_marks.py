@@ -26,9 +26,7 @@ def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
     recorder.mark(**values)
 
 
-def test_epochs_of_any_integer_kind_negative_and_far_apart(
-    recorder: tcnn_probe.Recorder,
-) -> None:
+def test_epochs_of_any_integer_kind_negative_and_far_apart(recorder: tcnn_probe.Recorder) -> None:
     # True is 1, as in Python and NumPy.
     for epoch in (-5, np.int16(-1), np.uint8(0), True, torch.tensor(7), np.array(1000)):
         mark(recorder, epoch=epoch)
@@ -48,14 +46,7 @@ def test_scalars_of_any_number_kind(recorder: tcnn_probe.Recorder) -> None:
         half.requires_grad_(),
     ]
     for epoch, value in enumerate(kinds):
-        mark(
-            recorder,
-            epoch=epoch,
-            top1=value,
-            top5=np.int64(3),
-            best=True,
-            worst=-np.inf,
-        )
+        mark(recorder, epoch=epoch, top1=value, top5=np.int64(3), best=True, worst=-np.inf)
     ds = recorder.dataset
     assert [set(ds[name].values) for name in ("top1", "top5", "best", "worst")] == [
         {0.5},
@@ -65,9 +56,7 @@ def test_scalars_of_any_number_kind(recorder: tcnn_probe.Recorder) -> None:
     ]
 
 
-def test_skip_drops_the_sums_since_a_marked_epoch(
-    recorder: tcnn_probe.Recorder,
-) -> None:
+def test_skip_drops_the_sums_since_a_marked_epoch(recorder: tcnn_probe.Recorder) -> None:
     mark(recorder, epoch=1, top1=0.25, if_marked="skip")
     # The sums of other images would change the next epoch if they were kept.
     recorder._model(9 * images())

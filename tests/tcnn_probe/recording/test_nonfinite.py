@@ -77,10 +77,7 @@ def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
         model = model.double()
         size = (12, 20) if model is vit else (24, 40)
         trees = {}
-        for name, batches in {
-            "others": [x[[0]], x[2:]],
-            "all": [broken[:2], broken[2:]],
-        }.items():
+        for name, batches in {"others": [x[[0]], x[2:]], "all": [broken[:2], broken[2:]]}.items():
             probes = [*tcnn_probe.DEFAULT, "health", "segments", "mean-attention"]
             with (
                 warnings.catch_warnings(),

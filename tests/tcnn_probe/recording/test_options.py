@@ -12,13 +12,7 @@ import torch
 import xarray as xr
 
 import tcnn_probe
-from tests.tcnn_probe.contracts.helpers import (
-    check_entropies,
-    entropies,
-    images,
-    recorded,
-    vit,
-)
+from tests.tcnn_probe.contracts.helpers import check_entropies, entropies, images, recorded, vit
 
 
 def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
@@ -53,11 +47,7 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
         check_entropies(recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9))
     ds = recorder.dataset
     alone = recorded(vit(), x[:max_images]).dataset
-    for name in (
-        "content_information",
-        "class_content_information",
-        "translation_equivariance",
-    ):
+    for name in ("content_information", "class_content_information", "translation_equivariance"):
         # Other batches of the same images have float32 sums in another order.
         np.testing.assert_allclose(
             ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name
@@ -141,8 +131,7 @@ def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() ->
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
         model(images(3))
         with pytest.raises(
-            RuntimeError,
-            match=r"of the images asked for, \[4, 7\], none was among the 3 seen",
+            RuntimeError, match=r"of the images asked for, \[4, 7\], none was among the 3 seen"
         ):
             recorder.mark(epoch=0)
         model(images(2))
@@ -172,8 +161,7 @@ def test_maps_of_another_size_than_in_the_first_epoch(tmp_path: Path, resumed: b
         # These images have 2 x 3 patches instead of 2 x 2.
         model(torch.randn(1, 3, 32, 48))
         with pytest.warns(
-            RuntimeWarning,
-            match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]",
+            RuntimeWarning, match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]"
         ) as warnings:
             recorder.mark(epoch=1)
         assert warnings[0].filename == __file__

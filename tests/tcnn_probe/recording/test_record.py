@@ -40,8 +40,7 @@ def test_every_variable_is_described() -> None:
         "translation_equivariance": "1",
     }
     units |= dict.fromkeys(
-        ("content_information", "content_part_information", "uniform_content_entropy"),
-        "nat",
+        ("content_information", "content_part_information", "uniform_content_entropy"), "nat"
     )
     units |= dict.fromkeys(ANATOMY, "nat") | {"translation_equivariance": "1"}
     units |= dict.fromkeys(

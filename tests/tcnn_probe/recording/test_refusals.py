@@ -31,11 +31,7 @@ RECORD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"probes": "softmacks"}, ValueError, "'softmacks'; did you mean 'softmax'"),
     ({"probes": "entropy"}, ValueError, r"'entropy'; there are \['gpsa', .*'softmax'"),
     ({"probes": [3]}, TypeError, "a tcnn_probe.Probe or the name of one, got 3"),
-    (
-        {"probes": "layer-scale", "layers": "head"},
-        ValueError,
-        "has no layer among those asked for",
-    ),
+    ({"probes": "layer-scale", "layers": "head"}, ValueError, "has no layer among those asked for"),
     ({"mode": "r"}, ValueError, "expected mode='a', 'w' or 'x', got 'r'"),
     ({"when": "test"}, ValueError, "when='eval', 'train' or 'always', got 'test'"),
     ({"every": 0}, ValueError, "expected an integer from 1 for every, got 0"),
@@ -97,16 +93,8 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     # The value equals an integer but is refused: after 4.5 on an axis of floats, 4 could not select
     # it.
-    "float epoch": (
-        {"epoch": 4.0},
-        TypeError,
-        "expected an integer for epoch, got 4.0",
-    ),
-    "no epoch": (
-        {"top1": 0.5},
-        TypeError,
-        r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)$",
-    ),
+    "float epoch": ({"epoch": 4.0}, TypeError, "expected an integer for epoch, got 4.0"),
+    "no epoch": ({"top1": 0.5}, TypeError, r"needs the epoch: mark\(epoch=\.\.\., top1=\.\.\.\)$"),
     "step": (
         {"step": 1},
         TypeError,
@@ -121,21 +109,13 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"number for 'top1', got tensor\(\[1., 1.\]\)",
     ),
     # "fresh" comes before the value that fails, and must not be stored by then.
-    "failing": (
-        {"epoch": 4, "fresh": 1.0, "top1": NotANumber()},
-        TypeError,
-        "number for 'top1'",
-    ),
+    "failing": ({"epoch": 4, "fresh": 1.0, "top1": NotANumber()}, TypeError, "number for 'top1'"),
     "variable": (
         {"epoch": 4, "gate": 1.0},
         ValueError,
         "'gate' is the name of something else in the recording",
     ),
-    "coordinate": (
-        {"epoch": 4, "layer": 1.0},
-        ValueError,
-        "'layer' is the name of something else",
-    ),
+    "coordinate": ({"epoch": 4, "layer": 1.0}, ValueError, "'layer' is the name of something else"),
     "group": (
         {"epoch": 4, "heads": 1.0},
         ValueError,
@@ -212,8 +192,7 @@ def test_a_mark_without_measurements_is_refused(tmp_path: Path) -> None:
         # message names.
         model(images())
         with pytest.raises(
-            RuntimeError,
-            match=r"no forward in eval mode .*; 1 forwards were in training mode; run",
+            RuntimeError, match=r"no forward in eval mode .*; 1 forwards were in training mode; run"
         ):
             recorder.mark(epoch=0)
         model.eval()(images())
@@ -301,8 +280,7 @@ def test_a_store_of_other_images_is_refused_by_record(
     before = Trace(model)
     stored = files(tmp_path)
     with pytest.raises(
-        tcnn_probe.StoreError,
-        match=r"keeps maps of the images .*, and images= asks for",
+        tcnn_probe.StoreError, match=r"keeps maps of the images .*, and images= asks for"
     ):
         tcnn_probe.record(model, tmp_path / "run.zarr", images=images_now)
     assert before == Trace(model)
@@ -320,8 +298,7 @@ def test_a_store_of_other_layers_or_heads_is_refused(tmp_path: Path) -> None:
     # This is the store's model without one block, so only the names differ.
     del shallow.blocks[1]
     with pytest.raises(
-        tcnn_probe.StoreError,
-        match=r"'blocks\.1\.attn': a layer there, absent in this model",
+        tcnn_probe.StoreError, match=r"'blocks\.1\.attn': a layer there, absent in this model"
     ):
         tcnn_probe.record(shallow, path)
     two_heads = vit()
@@ -365,11 +342,7 @@ UNITS = replace(GROUPS[""].variables["gate"], units="cell")
         (changed(variables={}), KINDS, "variable 'entropy': .* there, absent here"),
         # The order of a layer's attributes is JSON's; maps may have other sizes, and layers may
         # join or be absent.
-        (
-            changed(layers={n: dict(reversed(a.items())) for n, a in LAYERS.items()}),
-            KINDS,
-            None,
-        ),
+        (changed(layers={n: dict(reversed(a.items())) for n, a in LAYERS.items()}), KINDS, None),
         (changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}), KINDS, None),
         (changed(layers={"a.conv": LAYERS["a.conv"], "d": {}}), KINDS, None),
     ],

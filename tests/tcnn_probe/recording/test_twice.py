@@ -34,8 +34,7 @@ def test_modes_continue_replace_or_refuse(kind: str, tmp_path: Path) -> None:
     store = tmp_path / "run.zarr" if kind == "directory" else MemoryStore()
     assert script(store, 0, 1, mode="x") == [0, 1]
     with pytest.raises(
-        tcnn_probe.StoreError,
-        match=r"already exists: mode='a' continues it, mode='w' replaces it",
+        tcnn_probe.StoreError, match=r"already exists: mode='a' continues it, mode='w' replaces it"
     ):
         script(store, 0, mode="x")
     assert script(store, 2) == [0, 1, 2]
@@ -163,10 +162,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 if lost == "mark" and stop == 2 and result.epoch == 1:
                     break
                 recorder.mark(
-                    epoch=result.epoch,
-                    top1=result.top1,
-                    loss=result.val_loss,
-                    if_marked="skip",
+                    epoch=result.epoch, top1=result.top1, loss=result.val_loss, if_marked="skip"
                 )
         return xr.open_zarr(store).loss.values.tolist()
 

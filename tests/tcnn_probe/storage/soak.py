@@ -26,14 +26,7 @@ import numpy as np
 import pytest
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
-from tests.tcnn_probe.storage.tables import (
-    GROUPS,
-    add,
-    assert_holds,
-    contents,
-    create,
-    values,
-)
+from tests.tcnn_probe.storage.tables import GROUPS, add, assert_holds, contents, create, values
 
 MOST = 90  # a recording has at most this many marks; the 65th begins a second chunk of numbers
 Tell = Callable[[int], object]
@@ -179,13 +172,7 @@ class Soak:
 
     def round(self) -> None:
         """Do each operation once."""
-        operations = [
-            self.mark,
-            self.kill,
-            self.kill_early,
-            self.read,
-            self.replace,
-        ]
+        operations = [self.mark, self.kill, self.kill_early, self.read, self.replace]
         # The order is random, so that each operation eventually follows each other one.
         for operation in self.chance.sample(operations, len(operations)):
             operation()

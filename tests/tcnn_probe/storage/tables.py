@@ -44,11 +44,7 @@ GROUPS = {
     MAPS: Group(
         {
             "saliency": Variable(
-                ("layer", "image", "head", "y", "x"),
-                "1",
-                "saliency",
-                "The map.",
-                dtype="float16",
+                ("layer", "image", "head", "y", "x"), "1", "saliency", "The map.", dtype="float16"
             )
         },
         {"a.conv": LAYERS["a.conv"], "層": LAYERS["層"]},
@@ -190,9 +186,7 @@ def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            os,
-            "fsync",
-            lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}"),
+            os, "fsync", lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}")
         )
         patch.setattr(os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new)))
         patch.setattr(Remote, "set", remote_set)

@@ -144,8 +144,7 @@ def test_interrupt_from_the_keyboard(
     def slowly(self: module.DurableStore, path: Path, data: bytes) -> None:
         if path == tmp_path / "run.zarr" / slow:
             threading.Timer(
-                0.1,
-                lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT),
+                0.1, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             ).start()
             time.sleep(0.4)
         original(self, path, data)

@@ -32,11 +32,7 @@ from tests.tcnn_probe.storage.tables import (
     ("row", "itemsize", "chunk"),
     [
         ((), 8, (64,)),  # at most 64 marks
-        (
-            (23, 31),
-            8,
-            (45, 23, 31),
-        ),  # of numbers, at most 256 kB, which each mark rewrites
+        ((23, 31), 8, (45, 23, 31)),  # of numbers, at most 256 kB, which each mark rewrites
         ((24, 4, 16, 14, 14), 2, (1, 24, 4, 16, 14, 14)),  # of maps, a mark
         ((24, 4, 16, 64, 64), 4, (1, 16, 4, 16, 64, 64)),  # but at most 16 MB
         ((0, 5), 8, (64, 1, 5)),

@@ -23,12 +23,7 @@ def test_example_is_a_whole_recording() -> None:
     assert present.sum("head").values.tolist() == [25, 25, 25, 25, 9]
     assert heads.gate[0].where(present).mean() == pytest.approx(1 / (1 + np.exp(-1)))
     assert set(heads.images.values.ravel().tolist()) == {401}
-    for name in (
-        "entropy",
-        "attention_distance",
-        "content_information",
-        "attention_span",
-    ):
+    for name in ("entropy", "attention_distance", "content_information", "attention_span"):
         np.testing.assert_array_equal(
             np.isfinite(heads[name].load()), present.broadcast_like(heads[name]), name
         )

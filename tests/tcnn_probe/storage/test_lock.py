@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from tcnn_probe.storage import StoreError
-from tests.tcnn_probe.storage.tables import (
-    Remote,
-    add,
-    assert_holds,
-    contents,
-    create,
-    recording,
-)
+from tests.tcnn_probe.storage.tables import Remote, add, assert_holds, contents, create, recording
 
 HELD = "run.zarr is being written by another recorder: end it first"
 
@@ -29,8 +22,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     add(first, 1)
     first.close()
     with pytest.raises(
-        StoreError,
-        match=r"another recorder writes to .*: 1 marks were left in it, 2 are there",
+        StoreError, match=r"another recorder writes to .*: 1 marks were left in it, 2 are there"
     ):
         second.hold()
     second.close()

@@ -14,19 +14,11 @@ from zarr.buffer import default_buffer_prototype
 from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
-from tests.tcnn_probe.storage.tables import (
-    Remote,
-    add,
-    assert_holds,
-    contents,
-    create,
-    recording,
-)
+from tests.tcnn_probe.storage.tables import Remote, add, assert_holds, contents, create, recording
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["memory", "path", "text", "file URL", "URL", "zarr directory", "zarr store"],
+    "kind", ["memory", "path", "text", "file URL", "URL", "zarr directory", "zarr store"]
 )
 def test_all_kinds_of_places_hold_the_same(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.zarr"

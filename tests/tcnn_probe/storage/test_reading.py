@@ -50,12 +50,7 @@ def test_metadata_are_strict_json(tmp_path: Path) -> None:
             is_map = name.parent.name == "saliency"
             assert codecs == ["bytes", *["zstd"] * is_map, "crc32c"]
             dtype = about["data_type"]
-            kinds.add(
-                (
-                    dtype if isinstance(dtype, str) else dtype["name"],
-                    about["fill_value"],
-                )
-            )
+            kinds.add((dtype if isinstance(dtype, str) else dtype["name"], about["fill_value"]))
     assert kinds == {
         ("int64", -1),
         ("float64", "NaN"),

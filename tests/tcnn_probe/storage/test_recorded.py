@@ -70,9 +70,7 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     np.testing.assert_array_equal(ds.entropy[3], second.dataset.entropy[0])
 
 
-def test_a_recording_is_continued_without_the_variables_of_a_later_version(
-    tmp_path: Path,
-) -> None:
+def test_a_recording_is_continued_without_the_variables_of_a_later_version(tmp_path: Path) -> None:
     def probe(**sizes: int) -> tcnn_probe.Probe:
         """Return a probe of sums over channels, with a variable of each name and size."""
         variables = {

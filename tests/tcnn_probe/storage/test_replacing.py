@@ -152,8 +152,7 @@ def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> No
     store = replace(path)
     for name, group in (("gate", "heads"), ("saliency", MAPS)):
         with pytest.raises(
-            StoreError,
-            match="was deleted, or replaced by another recording: open it again",
+            StoreError, match="was deleted, or replaced by another recording: open it again"
         ):
             before[group][name].load()
     add(store, 1)
@@ -186,9 +185,7 @@ def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind
     assert contents(path) == before
 
 
-def test_leftovers_of_a_killed_mark_are_replaced_with_the_recording(
-    tmp_path: Path,
-) -> None:
+def test_leftovers_of_a_killed_mark_are_replaced_with_the_recording(tmp_path: Path) -> None:
     recording(path := tmp_path / "run.zarr")
     # One variable is half made, and one is made without its chunk.
     for number, on in enumerate(("fresh/zarr.json$", "gate/c/0/0/0$")):

@@ -19,11 +19,7 @@ MAPS = "maps/3x2x5"
 
 
 def _record(
-    path: Path,
-    layers: Sequence[str],
-    heads: int,
-    marks: Sequence[float],
-    about: dict[str, Any],
+    path: Path, layers: Sequence[str], heads: int, marks: Sequence[float], about: dict[str, Any]
 ) -> Path:
     """Record numbers of every head, maps of the first layer
     if there are three heads, class indices, and the rate.
@@ -75,12 +71,7 @@ def _in_memory(paths: Sequence[Path], group: str) -> xr.Dataset:
     members = [open_recording(path)[group].to_dataset().load() for path in paths]
     names = xr.DataArray([path.parent.name for path in paths], dims="run", name="run")
     fill = {"best": -1} if "best" in members[0] else {}
-    options = {
-        "join": "outer",
-        "combine_attrs": "drop",
-        "coords": "minimal",
-        "compat": "override",
-    }
+    options = {"join": "outer", "combine_attrs": "drop", "coords": "minimal", "compat": "override"}
     return xr.concat(members, names, fill_value=fill or np.nan, **options)  # type: ignore[call-overload]
 
 
@@ -121,30 +112,19 @@ def test_parts_read_lazily_equal_parts_of_the_whole(three: list[Path], key: dict
     np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
 
 
-def test_differences_are_coordinates_and_absences_are_reported(
-    three: list[Path],
-) -> None:
+def test_differences_are_coordinates_and_absences_are_reported(three: list[Path]) -> None:
     tree = open(three)
     assert tree.seed.values.tolist() == [0, 1, 5]
     assert tree.recipe.values.tolist() == ["", "", "deit"]
     assert tree.classes.values.tolist() == ["", "", "[1]"]
     # This coordinate is next to the scalar of that name.
-    assert tree.run_lr.values.tolist() == [
-        0.1,
-        0.1,
-        0.2,
-    ]
+    assert tree.run_lr.values.tolist() == [0.1, 0.1, 0.2]
     assert tree["heads"].lr.values.tolist() == [0.1, 0.1, 0.2]
     assert tree["heads"].gate.groupby("seed").mean(...).sizes == {"seed": 3}
     assert json.loads(tree.attrs["absent"]) == {
         "seed0": {"epoch": [5], "heads/layer": ["c"]},
         "seed1": {"epoch": [5], "heads/layer": ["c"]},
-        "seed5": {
-            "epoch": [0, 2],
-            "heads/layer": ["a"],
-            "heads/head": [2],
-            "groups": [MAPS],
-        },
+        "seed5": {"epoch": [0, 2], "heads/layer": ["a"], "heads/head": [2], "groups": [MAPS]},
     }
     assert json.loads(tree.attrs["missing"]) == {
         "seed0": {},
@@ -173,14 +153,10 @@ def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
 
 
 def test_names_of_runs(three: list[Path]) -> None:
-    assert open({"one": three[0], "two": three[0]}).run.values.tolist() == [
-        "one",
-        "two",
-    ]
+    assert open({"one": three[0], "two": three[0]}).run.values.tolist() == ["one", "two"]
     assert open([three[0]]).run.values.tolist() == ["recording"]
     with pytest.raises(
-        ValueError,
-        match=r"expected different recordings, got .*a mapping gives them names",
+        ValueError, match=r"expected different recordings, got .*a mapping gives them names"
     ):
         open([three[0], three[0]])
     with pytest.raises(ValueError, match="expected at least one recording"):
@@ -193,8 +169,7 @@ def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> No
     store = EpochStore(tmp_path / "steps.zarr", along="step")
     store.append(0, {"": Group({}, {})}, {"": {}}, {})
     with pytest.raises(
-        StoreError,
-        match=r"expected the same marks in all, got marks along \['epoch', 'step'\]",
+        StoreError, match=r"expected the same marks in all, got marks along \['epoch', 'step'\]"
     ):
         open([three[0], tmp_path / "steps.zarr"])
 

@@ -25,11 +25,7 @@ def server() -> Iterator[str]:
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    names = {
-        "ACCESS_KEY_ID": "key",
-        "SECRET_ACCESS_KEY": "secret",
-        "DEFAULT_REGION": "us-east-1",
-    }
+    names = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(f"AWS_{name}", value)

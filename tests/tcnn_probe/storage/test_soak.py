@@ -18,11 +18,7 @@ def test_one_round(tmp_path: Path) -> None:
         "--seed",
         "1",
     ]
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "TMPDIR": str(tmp_path),
-    }
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0
     assert run.stderr == ""
