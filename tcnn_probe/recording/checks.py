@@ -180,16 +180,11 @@ def check_epoch(
     layer_filter: LayerFilter | None,
     groups: Groups | None,
 ) -> None:
-    """Raise an error that gives a reason and advice if an epoch lacks something.
+    """Raise RuntimeError, with a reason and advice, if something was not measured on any rank.
 
     Args:
-        collector: Collector of this process.
-        sums: Sums of all ranks.
         layer_filter: Layers that the user has chosen; None for all.
         groups: Groups of the recording; None before its first mark.
-
-    Raises:
-        RuntimeError: Something was not measured.
     """
     # A recording without probes has only scalars.
     if not collector.probes:

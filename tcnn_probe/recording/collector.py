@@ -47,22 +47,13 @@ class Collector(AttentionListener):
     Attributes:
         names: Names of the modules.
         chosen: Names of the layers to measure; None for all.
-        probes: Probes that measure them.
-        sampling: Forwards, images and classes to measure.
         sums: Sums and maps since the previous mark.
         earlier: Sums since the previous mark of a process that was killed.
         advice: Arguments that the user can give for layers without a known grid, by layer.
-        model_class: Name of the model's class.
-        forwards: Count of the forwards and images since the previous mark.
         lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to
             :meth:`reset`.
 
-    Args:
-        model: Any module.
-        probes: Probes that measure it.
-        layers: Names of the layers to measure; None for all.
-        sampling: Forwards, images and classes to measure.
-        tokens: Tokens of the model, as far as the user describes them.
+    The arguments are those of :class:`~tcnn_probe.recording.recorder.Recorder`, parsed.
     """
 
     def __init__(
@@ -502,20 +493,13 @@ class Collector(AttentionListener):
     def _maps(
         self, probe: Probe, call: Attention | ForwardCall, images: int, before: int, batch: int
     ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
-        """Return the numbers in the forward of the chosen images,
-        and their maps; note why there are none.
-
-        Args:
-            probe: Probe with maps.
-            call: Call that it measures.
-            images: Number of images of the call.
-            before: Number of images of the epoch before this forward.
-            batch: Number of images of the forward.
+        """Return the numbers in the forward of the chosen images, and their maps;
+        note why there are none. The call has ``images`` images, and the forward ``batch``.
         """
         assert probe.maps is not None
-        layer, reason = (call.name, call.layout.reason if isinstance(call, Attention) else "")
+        layer, without_maps = call.name, ""
+        reason = call.layout.reason if isinstance(call, Attention) else ""
         numbers: Sequence[int] = range(images)
-        without_maps = ""
         if self.forwards.batch and isinstance(call, Attention):
             numbers, without_maps = call.image_numbers or (), call.without_maps
             # A layer without a grid has no maps of any image.

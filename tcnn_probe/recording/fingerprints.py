@@ -26,10 +26,9 @@ _IMAGE_SAMPLE = 512
 
 
 def sample_images(batch: Tensor | list[Tensor], rows: Mapping[int, int]) -> dict[int, Tensor]:
-    """Copy a sample of the values of some images of a batch.
+    """Copy a sample of the values of some images of a batch, (B, ...) or a list of (C, H, W).
 
     Args:
-        batch: Images, (B, ...), or a list of (C, H, W).
         rows: Index in the batch, by number of the image.
     """
     if isinstance(batch, Tensor) and batch.ndim == 4:
@@ -50,9 +49,7 @@ class ResumedWeights:
     """Fingerprints of a model's weights, which show
     if a recording is continued by another training.
 
-    Args:
-        model: Model that is recorded.
-        attrs: Attributes of the recording that is continued.
+    The arguments are the model and the attributes of the recording that is continued.
     """
 
     def __init__(self, model: nn.Module, attrs: Mapping[str, Any]) -> None:

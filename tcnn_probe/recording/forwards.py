@@ -30,9 +30,6 @@ class ForwardCounter:
         whole_model: Whether the model is called as a whole.
 
     Args:
-        model: The model.
-        names: Names of its modules.
-        sampling: Forwards to measure.
         map_images: Numbers of the images whose maps are kept.
         begins_forward: Function that is called when a forward begins, and returns whether there is
             anything to measure.
@@ -94,12 +91,10 @@ class ForwardCounter:
         continues: bool,
         measuring: Callable[[], Set[nn.Module]],
     ) -> bool:
-        """Return whether to measure a call, which begins a forward or continues one.
+        """Return whether to measure a call from outside of the model,
+        which begins a forward or continues one.
 
         Args:
-            entry: Module that is called from outside of the model.
-            inputs: Its inputs.
-            continues: Whether the call belongs to the forward of the call before.
             measuring: Function that returns the modules in which something is measured.
         """
         # A forward that goes on after a mark counts as a new one.

@@ -26,9 +26,6 @@ class Measured:
     """Measurements of a layer by a probe in a forward that has not ended yet.
 
     Args:
-        layer: Name of the layer.
-        module: Module that was measured.
-        probe: Probe that measured it.
         values: Values by variable, of the images within ``max_images``.
         patterns: Sums over these images.
         batch: Number of images in the forward.
@@ -63,12 +60,8 @@ class Measured:
 def check_measured(
     probe: Probe, measured: Mapping[str, _Value], *, by_image: bool
 ) -> Mapping[str, _Value]:
-    """Return a probe's measurements after checking them against the probe's variables.
-
-    Args:
-        probe: Probe that measured.
-        measured: Tensors by variable.
-        by_image: Whether the first axis of the tensors is that of images.
+    """Return a probe's measurements after checking them against the probe's variables,
+    ``by_image`` with the axis of images first.
 
     Raises:
         TypeError: The measurements are not a mapping from variables to tensors.
@@ -104,7 +97,6 @@ def select_classes(
     Args:
         maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K,
             height, width).
-        sampling: Classes to keep.
         output: Output of the model; None if only parts of the model were called.
         rows: Indices of the n images in the forward.
         images: Number of images in the forward.

@@ -24,9 +24,6 @@ class MeasuredLayer:
     """A layer and the probe that measures it.
 
     Args:
-        name: Name of the layer.
-        module: Module that is measured.
-        probe: Probe that measures it.
         ignores: Function that says whether gradients that arrive now are left out.
 
     Raises:

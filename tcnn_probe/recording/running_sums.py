@@ -68,13 +68,8 @@ class RunningSums:
     def add_maps(
         self, key: Key, probe: Probe, images: Iterable[int], maps: Mapping[str, Tensor]
     ) -> None:
-        """Keep copies of maps, in the dtype in which they are stored.
-
-        Args:
-            key: Layer and kind of probe.
-            probe: Probe that measured them.
-            images: Numbers of the images in the epoch.
-            maps: Maps by variable, (images, *dims).
+        """Keep copies of maps, (images, *dims), by number of the image,
+        in the dtype in which they are stored.
         """
         by_image = self.maps.setdefault(key, {})
         for name, values in maps.items():

@@ -1,19 +1,39 @@
-"""Writing of a mark: every array is extended, and the root that commits this is prepared."""
+"""Writing of a mark: every array is created or extended, and the root that commits this prepared.
+
+A chunk holds as many marks as fit into 256 kB, up to 64; the last one is rewritten with each mark.
+Maps, which are larger, have a chunk for each mark, with all layers and heads, so that both one
+epoch and one head over all epochs are read in few pieces. Every chunk ends with its crc32c; maps
+are compressed. Labels, such as names of layers, are text of fixed width, which xarray returns as
+NumPy's text. (zarr's text of variable width is returned as a type that matplotlib refuses.)
+"""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Any
 
+import numpy as np
 import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from tcnn_probe.schema import COORDINATES, Group, Variable
-from tcnn_probe.storage.arrays import create_variable, write_labels, write_rows
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.root import GIVEN, LAYERS, Root, is_recorded, join, tables
 
-__all__ = ["Mark", "write_mark"]
+__all__ = ["Mark", "chunk_shape", "write_mark"]
 
 Mark = int | float
+
+# A chunk of numbers is rewritten with each mark, so it stays small; one of maps is read whole.
+REWRITTEN_BYTES = 256 * 2**10
+MOST_MARKS = 64
+LARGEST_CHUNK = 16 * 2**20
+# Letters by which the name of a layer that joins may be longer than those of the first mark.
+NAME_MARGIN = 64
+
+_CHECKED = (Crc32cCodec(),)
+_COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 
 
 def write_mark(
@@ -38,6 +58,9 @@ def write_mark(
         attrs: Attributes of the root to replace.
     """
     *earlier, mark = marks
+    dtype = "float64" if isinstance(mark, float) else "int64"
+    about: dict[str, Any] = {"long_name": along, "description": GIVEN, **COORDINATES.get(along, {})}
+    coordinate = Variable((), "", **about, dtype=dtype)
     # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text
     # of fixed width and of consolidated metadata, which its specification does not include yet, and
     # of the lock.
@@ -54,8 +77,7 @@ def write_mark(
         ) -> None:
             array = arrays.get(path)
             if array is None:
-                shape = (len(earlier), *sizes)
-                array = create_variable(top, path, variable, shape, along, before)
+                array = _create(top, path, variable, (len(earlier), *sizes), along, before)
             extended.append((array, row))
 
         for path, group in groups.items():
@@ -64,30 +86,23 @@ def write_mark(
             # it from the next recorder.
             for part in path.split("/") if path else ():
                 node = node.require_group(part)
-            if not (about := tables(group)).items() <= dict(node.attrs).items():
-                node.update_attributes({**about})
-            extend(join(path, along), _coordinate(along, mark), mark, before=earlier)
+            if not (facts := tables(group)).items() <= dict(node.attrs).items():
+                node.update_attributes({**facts})
+            extend(join(path, along), coordinate, mark, before=earlier)
             for name, variable in group.variables.items():
                 full = join(path, name)
                 extend(full, variable, rows[full], group.shape(name))
-            layers = {"layer": [*group.layers]} if group.layers else {}
-            ranges = {name: range(size) for name, size in group.sizes.items()}
-            is_stored = root is not None and root.groups.get(path) == group
-            for name, labels in {**layers, **ranges, **group.coords}.items():
-                if not is_stored:
-                    write_labels(node, name, labels, arrays.get(join(path, name)))
+            if root is None or root.groups.get(path) != group:
+                layers = {"layer": [*group.layers]} if group.layers else {}
+                ranges = {name: range(size) for name, size in group.sizes.items()}
+                for name, labels in {**layers, **ranges, **group.coords}.items():
+                    _write_labels(node, name, labels, arrays.get(join(path, name)))
         scalars = {name for name in rows if "/" not in name} | (root.scalars if root else set())
         for name in scalars - groups[""].variables.keys():
             extend(name, Variable((), "", name, GIVEN), rows.get(name))
-        write_rows(extended, len(marks))
+        _write_rows(extended, len(marks))
         zarr.consolidate_metadata(store)
     return store.text
-
-
-def _coordinate(along: str, mark: Mark) -> Variable:
-    """Return the description of the coordinate of marks."""
-    text: dict[str, Any] = {"long_name": along, "description": GIVEN, **COORDINATES.get(along, {})}
-    return Variable((), "", **text, dtype="float64" if isinstance(mark, float) else "int64")
 
 
 def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, zarr.Array[Any]]:
@@ -98,10 +113,8 @@ def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, zarr.Array[An
     arrays: dict[str, zarr.Array[Any]] = {}
     committed = {} if root is None else root.documents
     for path, node in [*top.members(max_depth=None)]:
-        if isinstance(node, zarr.Array):
-            is_own = is_recorded(node.metadata.to_dict())
-        else:
-            is_own = LAYERS in node.attrs
+        is_array = isinstance(node, zarr.Array)
+        is_own = is_recorded(node.metadata.to_dict()) if is_array else LAYERS in node.attrs
         if is_own and path not in committed:
             del top[path]
         elif is_own and isinstance(node, zarr.Array):
@@ -109,3 +122,105 @@ def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, zarr.Array[An
             if [*node.shape] != committed[path]["shape"]:
                 node.resize(committed[path]["shape"])
     return arrays
+
+
+def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the chunks of an array whose marks have rows of this shape:
+    (marks, *row), or less of a large row.
+    """
+    # A chunk has at least the size 1, even along a dimension of size 0.
+    sizes = [max(size, 1) for size in row]
+    for axis, size in enumerate(sizes):
+        too_large = prod(sizes) * itemsize / LARGEST_CHUNK
+        if too_large > 1:
+            sizes[axis] = max(1, int(size / too_large))
+    marks = REWRITTEN_BYTES // (prod(sizes) * itemsize)
+    return (min(max(marks, 1), MOST_MARKS), *sizes)
+
+
+def _create(
+    top: zarr.Group,
+    path: str,
+    variable: Variable,
+    shape: tuple[int, ...],
+    along: str,
+    before: Any = None,
+) -> zarr.Array[Any]:
+    """Create an array over the marks, with values for those before; None stands for fill values."""
+    dtype = np.dtype(variable.dtype)
+    fill_value: Any = np.nan if dtype.kind == "f" else -1
+    array = top.create_array(
+        path,
+        shape=shape,
+        chunks=chunk_shape(shape[1:], dtype.itemsize),
+        dtype=dtype,
+        fill_value=fill_value,
+        dimension_names=(along, *variable.dims),
+        attributes={key: value for key, value in variable.attrs.items() if value},
+        compressors=_COMPRESSED if "image" in variable.dims else _CHECKED,
+    )
+    if shape[0]:
+        array[:] = fill_value if before is None else before
+    return array
+
+
+def _write_labels(group: zarr.Group, name: str, labels: Sequence[Any], stored: Any) -> None:
+    """Write the labels along a dimension, which are created if None are stored."""
+    numbers = all(isinstance(label, int) for label in labels)
+    values = np.array(labels, dtype=np.int64 if numbers else np.str_)
+    if stored is None:
+        if name == "layer":
+            # Layers that join later may have longer names, such as blocks.10 after blocks.9.
+            values = values.astype(f"U{values.itemsize // 4 + NAME_MARGIN}")
+        group.create_array(
+            name,
+            data=values,
+            chunks=(max(len(values), 1),),
+            fill_value=-1 if numbers else "",
+            dimension_names=(name,),
+            attributes={"long_name": name, **COORDINATES.get(name, {})},
+            compressors=_CHECKED,
+        )
+    elif values.dtype.itemsize > np.dtype(stored.dtype).itemsize:
+        raise ValueError(f"expected shorter names than {max(labels, key=len)!r}")
+    else:
+        stored.resize(values.shape)
+        stored[:] = values.astype(stored.dtype)
+
+
+def _write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
+    """Extend arrays to this number of marks,
+    and write the last row of each; None stands for fill values.
+
+    They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have
+    ended, so that none is written later.
+    """
+
+    def write(array: zarr.Array[Any], row: Any) -> None:
+        shape = array.shape[1:] if row is None else np.shape(row)
+        if shape != array.shape[1:]:
+            _widen(array, shape)
+        array.resize((length, *shape))
+        value: Any = array.metadata.fill_value if row is None else row
+        array[length - 1] = value
+
+    with ThreadPoolExecutor(8) as pool:
+        for written in [pool.submit(write, array, row) for array, row in rows]:
+            written.result()
+
+
+def _widen(array: zarr.Array[Any], row: Sequence[int]) -> None:
+    """Give an array larger rows, with fill values for the marks that are there already.
+
+    Chunks keep their size, so that what is stored does not change before the root is replaced:
+    layers and heads that are added lie in further chunks, or outside of the array in those at its
+    edge.
+    """
+    marks, *sizes = array.shape
+    fill: Any = array.metadata.fill_value
+    array.resize((marks, *row))
+    for axis, size in enumerate(sizes):
+        # Each block covers whole axes before this one, and the former length of those after it.
+        before, after = map(slice, row[:axis]), map(slice, sizes[axis + 1 :])
+        if size < row[axis] and marks:
+            array[(slice(None), *before, slice(size, None), *after)] = fill

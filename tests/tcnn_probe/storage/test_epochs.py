@@ -13,7 +13,7 @@ import zarr
 
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
-from tcnn_probe.storage.arrays import chunk_shape
+from tcnn_probe.storage.marks import chunk_shape
 from tests.tcnn_probe.storage.tables import (
     GROUPS,
     MAPS,
@@ -48,7 +48,7 @@ def test_chunks_have_a_bounded_size(
 def test_marks_in_several_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 4)
+    monkeypatch.setattr("tcnn_probe.storage.marks.MOST_MARKS", 4)
     path = Remote() if target == "memory" else tmp_path / "run.zarr"
     store = create(path)
     for mark in range(9):
@@ -113,7 +113,7 @@ def test_layers_join_and_a_crash_meanwhile_changes_nothing(
     """Layers join before and after a boundary of chunks,
     also one by one in the same chunk of layers.
     """
-    monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 4)
+    monkeypatch.setattr("tcnn_probe.storage.marks.MOST_MARKS", 4)
     path = Remote() if kind == "memory" else tmp_path / "run.zarr"
     groups = {"": Group({}, {})}
     store = EpochStore(path)
