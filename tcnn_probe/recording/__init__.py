@@ -2,7 +2,6 @@
 
 ``recorder`` parses its arguments (``options``) and creates a ``collector``, which listens to the
 attention stream of the model (:mod:`tcnn_probe.attention.stream`). A number has three forms on its
-way to disk: values of a forward (``measured``), sums of an epoch (``running_sums`` on the device,
-``sums`` in arrays), and the groups of a dataset (``groups``), which are checked (``checks``) and
-stored.
+way to disk: values of a forward (``measured``), sums of an epoch (``sums``), and a dataset, by its
+groups (``groups``), which are checked (``checks``) and stored.
 """

@@ -15,7 +15,8 @@ from tcnn_probe.hooks.private_torch import COMPILED_CALL
 from tcnn_probe.probes import DEFAULT
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups, LayerValues
-from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums, Key
+from tcnn_probe.recording.measured import Key
+from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError
 

@@ -24,11 +24,16 @@ from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
-from tcnn_probe.recording.measured import MAPS_BY_CLASS, Measured, check_measured, select_classes
+from tcnn_probe.recording.measured import (
+    MAPS_BY_CLASS,
+    Key,
+    Measured,
+    check_measured,
+    select_classes,
+)
 from tcnn_probe.recording.measured_layer import MeasuredLayer
 from tcnn_probe.recording.options import Sampling
-from tcnn_probe.recording.running_sums import RunningSums
-from tcnn_probe.recording.sums import EpochSums, Key
+from tcnn_probe.recording.sums import EpochSums, RunningSums
 
 __all__ = ["Collector"]
 
@@ -47,7 +52,7 @@ class Collector(AttentionListener):
     Attributes:
         names: Names of the modules.
         chosen: Names of the layers to measure; None for all.
-        sums: Sums and maps since the previous mark.
+        sums: Sums since the previous mark.
         earlier: Sums since the previous mark of a process that was killed.
         advice: Arguments that the user can give for layers without a known grid, by layer.
         lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to
@@ -189,25 +194,17 @@ class Collector(AttentionListener):
         with self.lock:
             return {
                 "sums": [*self.earlier, self.read_sums()],
-                "maps": self.sums.maps,
                 "images": self.forwards.passed,
                 "samples": self.forwards.samples,
             }
 
     def take_up(
-        self,
-        sums: list[Mapping[Key, EpochSums]],
-        maps: dict[Key, dict[int, dict[str, Tensor]]],
-        images: int,
-        samples: dict[int, Tensor],
+        self, sums: list[Mapping[Key, EpochSums]], images: int, samples: dict[int, Tensor]
     ) -> None:
         """Take up the measurements of a process that was killed;
         this collector has measured nothing.
         """
         self.earlier = sums
-        for key in maps:
-            self.expect(*key)
-        self.sums.maps = maps
         self.forwards.passed = images
         self.forwards.samples = samples
 

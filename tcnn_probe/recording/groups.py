@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.measured import Key
 from tcnn_probe.recording.measured_layer import MeasuredLayer
-from tcnn_probe.recording.sums import EpochSums, Key
+from tcnn_probe.recording.sums import EpochSums
 from tcnn_probe.schema import COUNTS, Group, Variable
 
 __all__ = [
@@ -19,8 +19,7 @@ __all__ = [
     "LayerValues",
     "assemble",
     "groups_of",
-    "map_values",
-    "number_values",
+    "layer_values",
 ]
 
 Groups = Mapping[str, Group]
@@ -48,7 +47,7 @@ class LayerValues(Group):
         return self.maps or bool(self.values.get("images", True))
 
 
-def _layer_values(
+def _values(
     place: str,
     layer: str,
     probes: Sequence[Probe],
@@ -75,7 +74,12 @@ def _layer_values(
     return LayerValues(variables, {layer: table}, sizes, {**labels, **coords}, place, layer, values)
 
 
-def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
+def layer_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
+    """Return the values of all layers, in the model's order: first numbers, then maps."""
+    return _number_values(collector, sums) + _map_values(collector, sums)
+
+
+def _number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
     """Return the numbers of each layer, without maps."""
     members: dict[tuple[str, str], list[MeasuredLayer]] = {}
     # Several probes of one group can measure the same layer.
@@ -101,11 +105,11 @@ def number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[L
                 for count, seen in counts.items():
                     values[count] = np.maximum(values.get(count, 0.0), float(seen))
         probes = [layer.probe for layer in layers]
-        entries.append(_layer_values(place, name, probes, variables, values, table, {}))
+        entries.append(_values(place, name, probes, variables, values, table, {}))
     return entries
 
 
-def map_values(collector: Collector) -> list[LayerValues]:
+def _map_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
     """Return the maps of chosen images and their numbers;
     layers whose maps have the same shape share a group.
     """
@@ -114,14 +118,11 @@ def map_values(collector: Collector) -> list[LayerValues]:
         probe, numbers = layer.probe, collector.map_images[layer.probe.kind]
         variables: dict[str, dict[str, Variable]] = {}
         values: dict[str, dict[str, np.ndarray]] = {}
-        for number, tensors in collector.sums.maps.get(key, {}).items():
-            for names in (
-                sorted(tensors.keys() - probe.class_variables),
-                # Maps of classes have an axis that other maps lack, so they belong to another
-                # group.
-                sorted(tensors.keys() & probe.class_variables),
-            ):
-                maps = {x: _as_image(probe.variables[x], tensors[x]) for x in names}
+        for number, arrays in sums[key].maps.items():
+            # Maps of classes have an axis that other maps lack, so they belong to another group.
+            of_classes = arrays.keys() & probe.class_variables
+            for names in (arrays.keys() - of_classes, of_classes):
+                maps = {x: _as_image(probe.variables[x], arrays[x]) for x in sorted(names)}
                 place = probe.place if probe.images else _place_of_maps(maps)
                 rows = values.setdefault(place, {})
                 for name, (variable, array) in maps.items():
@@ -138,15 +139,13 @@ def map_values(collector: Collector) -> list[LayerValues]:
                     coords["class"] = sampling.classes
             if rows:
                 about = variables[place]
-                entries.append(
-                    _layer_values(place, layer.name, [probe], about, rows, table, coords)
-                )
+                entries.append(_values(place, layer.name, [probe], about, rows, table, coords))
     return entries
 
 
-def _as_image(variable: Variable, value: Tensor) -> tuple[Variable, np.ndarray]:
+def _as_image(variable: Variable, array: np.ndarray) -> tuple[Variable, np.ndarray]:
     """Return a map of one image, without the axis of a single window."""
-    dims, array = variable.dims, value.cpu().numpy()
+    dims = variable.dims
     # The axis is dropped if the whole image is a single window.
     if "window" in dims[2:3] and len(array) == 1:
         return replace(variable, dims=(*dims[:2], *dims[3:])), array[0]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.options import Sampling
-from tcnn_probe.recording.sums import Key
 
-__all__ = ["MAPS_BY_CLASS", "Measured", "check_measured", "select_classes"]
+__all__ = ["MAPS_BY_CLASS", "Key", "Measured", "check_measured", "select_classes"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
+Key = tuple[str, str]  # layer and kind of probe
 MAPS_BY_CLASS = "attention_by_class"
 """Variable with maps of all classes when it is measured,
 and only of the chosen classes when it is recorded.

@@ -22,14 +22,8 @@ from tcnn_probe.provenance import provenance
 from tcnn_probe.recording import checks
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights, image_hash
-from tcnn_probe.recording.groups import (
-    Groups,
-    LayerValues,
-    assemble,
-    groups_of,
-    map_values,
-    number_values,
-)
+from tcnn_probe.recording.groups import Groups, LayerValues, assemble, groups_of, layer_values
+from tcnn_probe.recording.measured import Key
 from tcnn_probe.recording.options import (
     IfMarked,
     Sampling,
@@ -40,7 +34,7 @@ from tcnn_probe.recording.options import (
     parse_mark,
 )
 from tcnn_probe.recording.ranks import Ranks, repeats_images, whole_parameters
-from tcnn_probe.recording.sums import EpochSums, Key
+from tcnn_probe.recording.sums import EpochSums
 from tcnn_probe.storage import EpochStore, Mode
 
 if TYPE_CHECKING:
@@ -271,6 +265,9 @@ class Recorder:
         with collector.lock:
             with whole_parameters(self._model), ranks.agreed():
                 parts = [*collector.earlier, collector.read_sums()]
+                if not ranks.writes:  # maps are those of the first rank
+                    for total in parts[-1].values():
+                        total.maps.clear()
                 # Ranks that share a model's heads see the same images, which count once.
                 repeats = ranks.together and repeats_images(self._model)
             gathered = ranks.gather([] if repeats else parts)
@@ -377,7 +374,7 @@ class Recorder:
         # resumed run.
         store.check_order(number)
         checks.check_epoch(collector, sums, self._layer_filter, self._groups)
-        entries = number_values(collector, sums) + map_values(collector)
+        entries = layer_values(collector, sums)
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and
         # may extend them.
         stored = store.groups if store.has_layers else None
@@ -452,7 +449,7 @@ class Recorder:
         for variable, layers in self.missing.items():
             missing[variable] = self._collector.in_order(missing.get(variable, {}) | layers)
         return {
-            "unsupported": json.dumps(unsupported | self.unsupported),
+            "unsupported": json.dumps(self._collector.in_order(unsupported | self.unsupported)),
             "missing": json.dumps(missing),
             # The first hash of an image is kept, so that all later epochs are compared with the
             # same image.

@@ -20,8 +20,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ProductLogits
 from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
 from tcnn_probe.recording.measured import Measured
-from tcnn_probe.recording.running_sums import RunningSums
-from tcnn_probe.recording.sums import EpochSums
+from tcnn_probe.recording.sums import EpochSums, RunningSums
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tcnn_probe import Probe, Variable
-from tcnn_probe.recording.running_sums import RunningSums
+from tcnn_probe.recording.sums import RunningSums
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)])
@@ -15,7 +15,7 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     batch = torch.randn(7, 3, 5)
     sums = RunningSums()
     sums.add_maps(("layer", "mine"), probe, [11, 13], {"map": batch[2:4]})
-    maps = sums.maps["layer", "mine"]
+    maps = sums._sums["layer", "mine"].maps
     assert list(maps) == [11, 13]
     for image, row in zip(maps, (2, 3), strict=True):
         stored = maps[image]["map"]

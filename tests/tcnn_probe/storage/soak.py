@@ -99,11 +99,9 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
 def refused(source: EpochStore | Path, tell: Tell) -> None:
     """Assert that a second recorder and a forked process can read, and are not allowed to write."""
     store = source if isinstance(source, EpochStore) else create(source)
-    with pytest.raises(
-        StoreError,
-        # If the writer closes between the two lines, the refusal is due to its marks.
-        match=r"is being written by another|: \d+ marks were left in it",
-    ):
+    # If the writer closes between the two lines, the refusal is due to its marks.
+    reason = r"is being written by another|: \d+ marks were left in it"
+    with pytest.raises(StoreError, match=reason):
         # The epoch is far beyond the last, so that the order of marks is no reason to refuse it.
         add(store, 10**6, 1)
     store.dataset().load()

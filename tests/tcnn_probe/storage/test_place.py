@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -151,16 +151,11 @@ def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 
-def test_zip_files(tmp_path: Path) -> None:
-    recording(path := tmp_path / "run.zarr")
-    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
-        for name, data in contents(path).items():
-            if data is not None:
-                archive.writestr(name, data)
-    store = ZipStore(tmp_path / "run.zip")
+def test_zip_files() -> None:
+    store = ZipStore(str(files("tcnn_probe.storage") / "example_vit.zip"))
     # The file is already open the second time.
     for _ in range(2):
-        assert open_recording(store)["heads"].gate.sizes["epoch"] == 1
+        assert open_recording(store)["heads"].sizes["epoch"] > 1
 
 
 def test_contents_of_the_user_are_left_alone(tmp_path: Path) -> None:

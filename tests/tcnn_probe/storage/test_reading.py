@@ -51,12 +51,8 @@ def test_metadata_are_strict_json(tmp_path: Path) -> None:
             assert codecs == ["bytes", *["zstd"] * is_map, "crc32c"]
             dtype = about["data_type"]
             kinds.add((dtype if isinstance(dtype, str) else dtype["name"], about["fill_value"]))
-    assert kinds == {
-        ("int64", -1),
-        ("float64", "NaN"),
-        ("float16", "NaN"),
-        ("fixed_length_utf32", ""),
-    }
+    numbers = {("int64", -1), ("float64", "NaN"), ("float16", "NaN")}
+    assert kinds == numbers | {("fixed_length_utf32", "")}
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
