@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, get_args
@@ -145,8 +145,7 @@ class Recorder:
         self._has_marked = False
         self._is_removed = False
         self._groups: Groups | None = None
-        self._warned: set[str] = set()
-        self._alarms: set[tuple[str, str, int | float]] = set()
+        self._warned: set[Hashable] = set()
         self._ranks = Ranks(distributed)
         # If anything fails here, hooks and locks are removed again.
         with ExitStack() as undo:
@@ -405,7 +404,7 @@ class Recorder:
         self._groups = groups
         return warned + (self._warn_of_alarms() if self._watches_health else [])
 
-    def _once(self, topic: str, texts: Iterable[str]) -> list[str]:
+    def _once(self, topic: Hashable, texts: Iterable[str]) -> list[str]:
         """Return the warnings the first time that there are any of this topic,
         else an empty list.
         """
@@ -486,12 +485,10 @@ class Recorder:
             return []
         texts = []
         for alarm in find_illness(dataset).alarms:
-            key = alarm.sign, alarm.layer, alarm.since
             # Alarms that have ended are left out. An alarm that comes again has another `since`,
             # and is reported again.
-            if alarm.until is None and key not in self._alarms:
-                self._alarms.add(key)
-                texts.append(str(alarm))
+            if alarm.until is None:
+                texts += self._once((alarm.sign, alarm.layer, alarm.since), [str(alarm)])
         return texts
 
     def _warn_of_unmarked(self) -> str:
