@@ -24,6 +24,7 @@ __all__ = [
     "batches",
     "check_model",
     "class_indices",
+    "first_line",
     "floating_tensor",
     "for_model",
     "image_numbers",
@@ -336,3 +337,8 @@ def _in_notebook() -> bool:
     """Return whether this is the kernel of a notebook, whose streams are not terminals."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(get_shell(), "kernel")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -5,7 +5,6 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from common.figures import COLORS, PAIR, STYLE, whole_ticks
 from common.head_removal import (
@@ -275,12 +274,11 @@ def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
         difference = end - values
-        interval = "t interval over trainings [{:+.3f}, {:+.3f}]".format(
-            *_over_trainings(difference)
-        )
-        interval = (
-            interval if difference.sizes["training"] > 1 else "one training gives no t interval"
-        )
+        interval = "one training gives no t interval"
+        if difference.sizes["training"] > 1:
+            means = difference.mean(["layer", "head"])
+            low, high = evaluation.mean_interval(means, "training").values
+            interval = f"t interval over trainings [{low:+.3f}, {high:+.3f}]"
         lines.append(f"  trained less {name}: {float(difference.mean()):+.3f}, {interval}")
     largest = {name: values.max(["layer", "head"]).values for name, values in trainings.items()}
     words = [
@@ -297,15 +295,3 @@ def _interval(values: xr.DataArray) -> str:
     heads = values.stack(heads=("layer", "head")).dropna("heads")
     low, high = evaluation.mean_interval(heads, "heads").values
     return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
-
-
-def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
-    """Return a t interval for the mean over trainings;
-    NaN for one training, which has no spread.
-    """
-    means = values.mean(["layer", "head"])
-    if means.size < 2:
-        return np.nan, np.nan
-    # The interval is Student's t, because two or three trainings are too few to resample.
-    half = float(student.ppf(0.975, means.size - 1)) * float(means.std(ddof=1)) / means.size**0.5
-    return float(means.mean()) - half, float(means.mean()) + half

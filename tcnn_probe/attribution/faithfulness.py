@@ -30,6 +30,7 @@ from tcnn_probe.attribution.saliency import (
     first_paragraph,
     maps_of,
     name_of,
+    warn_unsupported,
 )
 from tcnn_probe.attribution.scores import NoScoreError, Score
 from tcnn_probe.images import as_images, beside_images, calls_given
@@ -261,8 +262,7 @@ def faithfulness(
             if used.get("score") == "logit":
                 attrs |= {"units": "score of the class", "range": "any number"}
             variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
-    for name, reason in unsupported.items():
-        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
+    warn_unsupported(unsupported)
     flat_maps = {x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)}
     if any(flat_maps.values()):
         counts = ", ".join(f"{n} of {name!r}" for name, n in flat_maps.items() if n)

@@ -53,6 +53,7 @@ __all__ = [
     "maps_of",
     "name_of",
     "saliency",
+    "warn_unsupported",
 ]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -269,9 +270,14 @@ def saliency(
                 )
     if not labelled:
         raise next(iter(unsupported.values()))
-    for name, reason in unsupported.items():
-        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
+    warn_unsupported(unsupported)
     return labelled[methods[0].name].rename("saliency") if is_single else xr.Dataset(labelled)
+
+
+def warn_unsupported(reasons: Mapping[str, Exception]) -> None:
+    """Warn, at the caller's caller, of methods that the model does not support."""
+    for name, reason in reasons.items():
+        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=3)
 
 
 @torch.no_grad()

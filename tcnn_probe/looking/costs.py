@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.interventions.importance import head_importance
 from tcnn_probe.interventions.rungs import RUNGS
-from tcnn_probe.models import layer_names, unwrap
+from tcnn_probe.models import first_line, layer_names, unwrap
 from tcnn_probe.probes import Probe
 from tcnn_probe.probes.shared_variables import HEAD
 from tcnn_probe.schema import Variable
@@ -61,7 +61,7 @@ def costs_of_heads(
     # Models whose heads cannot be edited, or that have no gradient, are refused with many types of
     # errors.
     except Exception as error:
-        return None, next(iter(str(error).splitlines()), type(error).__name__)
+        return None, first_line(error)
     means = costs.mean("image", skipna=False)
     what = (
         "the cross entropy of the folders' classes"

@@ -30,7 +30,7 @@ from tcnn_probe.looking.photographs import (
     prepare_mask,
 )
 from tcnn_probe.looking.unfinished import continue_measuring, keep_measurements
-from tcnn_probe.models import for_model, progress_bar, untouched, whole_number
+from tcnn_probe.models import first_line, for_model, progress_bar, untouched, whole_number
 from tcnn_probe.probes import DEFAULT, Probe
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.fingerprints import weights_fingerprint
@@ -299,10 +299,9 @@ class _Subject:
         # Models raise all kinds of errors for images of another size, or for inputs that are
         # lacking.
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
                 f"{self.name} does not take images of shape {tuple(images.shape)} (size=, --size "
-                f"sets another): {reason}"
+                f"sets another): {first_line(error)}"
             ) from error
 
     def masks_of(self, paths: Sequence[Path]) -> Tensor:

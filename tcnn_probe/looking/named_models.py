@@ -5,15 +5,15 @@ with their weights, and how each of them takes photographs.
 import difflib
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from tcnn_probe.images import preparation
-from tcnn_probe.models import unwrap
+from tcnn_probe.models import first_line, unwrap
 
 __all__ = ["create_timm_model", "find_model", "find_preparation", "with_weights"]
 
@@ -129,12 +129,8 @@ def _create(name: str, **options: Any) -> nn.Module:
 def _no_weights(name: str, error: Exception) -> ValueError:
     return ValueError(
         f"no weights of {name} could be downloaded: give their file (--weights FILE), or use "
-        f"random ones (--random): {_first_line(error)}"
+        f"random ones (--random): {first_line(error)}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def with_weights(name: str, path: str, **options: Any) -> nn.Module:
@@ -146,9 +142,7 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
     """
     from timm.models import get_pretrained_cfg, load_state_dict
 
-    if not Path(path).is_file():
-        raise ValueError(f"--weights: there is no file {path}")
-    try:
+    with _weights_of(path):
         # By default timm 1.0.20, the oldest supported version, runs code that a file contains.
         state = load_state_dict(path, weights_only=True)
         classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
@@ -166,12 +160,21 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
                 for key, value in state.items()
             }
         )
+    return model
+
+
+@contextmanager
+def _weights_of(path: str | Path) -> Iterator[None]:
+    """Refuse a file whose weights do not exist, cannot be read or do not fit."""
+    if not Path(path).is_file():
+        raise ValueError(f"--weights: there is no file {path}")
+    try:
+        yield
     except Exception as error:  # torch and safetensors raise many types for damaged files
         raise ValueError(
             f"{path} is damaged, or holds more than weights, or those of another model: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
-    return model
 
 
 def _of_part(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -215,7 +218,10 @@ def _from_torchvision(
     else:
         model = models.get_model(name, **options)
         if weights != "random":
-            _load(model, Path(weights))
+            from timm.models import load_state_dict
+
+            with _weights_of(weights):
+                model.load_state_dict(load_state_dict(weights, weights_only=True))
     preset = models.get_model_weights(name).DEFAULT.transforms()
     side = size or preset.crop_size[0]
     return model, {
@@ -226,24 +232,6 @@ def _from_torchvision(
         "interpolation": preset.interpolation.value,
         "crop_mode": "center",
     }
-
-
-def _load(model: nn.Module, path: Path) -> None:
-    """Load weights into a model, without running code from their file."""
-    if not path.is_file():
-        raise ValueError(f"--weights: there is no file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            model.load_state_dict(load_file(path))
-        else:
-            model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
-    except Exception as error:
-        raise ValueError(
-            f"{path} is damaged, or holds more than weights, or those of another model: "
-            f"{_first_line(error)}"
-        ) from error
 
 
 def _from_transformers(
@@ -272,7 +260,7 @@ def _from_transformers(
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} is no folder or name of a model of Hugging Face that can be loaded: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     model = getattr(model, "vision_model", model)  # of models of images and text, such as CLIP
     try:

@@ -11,6 +11,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attribution import saliency
+from tcnn_probe.models import first_line
 from tcnn_probe.probes import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD
 from tcnn_probe.schema import Variable
@@ -113,8 +114,7 @@ def why_no_saliency(model: nn.Module, images: Tensor) -> str:
         salient_quarter(model, images)
     # A method refuses a model with many types of errors, whose first line says why.
     except Exception as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        return f"no masks were given, and Grad-CAM says nothing: {lines[0]}"
+        return f"no masks were given, and Grad-CAM says nothing: {first_line(error)}"
     return ""
 
 

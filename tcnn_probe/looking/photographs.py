@@ -16,6 +16,7 @@ from torch import Tensor
 from tcnn_model.class_folders import listing, reason_unused
 from tcnn_model.pictures import read_picture
 from tcnn_probe.images import prepare_pixels
+from tcnn_probe.models import first_line
 
 __all__ = ["Photographs", "find_masks", "find_photographs", "prepare_mask"]
 
@@ -109,7 +110,7 @@ def _why_unreadable(path: Path) -> str:
     except UnidentifiedImageError:
         return "it is no picture"
     except Exception as error:  # damaged files raise many types
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return first_line(error)
     return ""
 
 

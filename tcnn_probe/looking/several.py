@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tcnn_probe.looking.look import file_name, look
+from tcnn_probe.models import first_line
 from tcnn_probe.reporting import Report
 from tcnn_probe.reporting.table_of_networks import table_of_networks
 
@@ -77,7 +78,7 @@ def _look_at(task: tuple[str, str, Sequence[str], str, Mapping[str, Any]]) -> st
     try:
         look(name, photographs, page, weights=weights, **options)
     except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return first_line(error)
     return None
 
 
