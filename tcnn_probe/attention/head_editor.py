@@ -50,7 +50,6 @@ from tcnn_probe.hooks.interception import (
     owned,
 )
 from tcnn_probe.hooks.modes import is_nested, run_in_modes
-from tcnn_probe.hooks.private_torch import DisableTorchFunction
 
 __all__ = [
     "HeadEditor",
@@ -185,7 +184,7 @@ class LayerCall(Call):
             return self._edits(call) if self.may_edit() else ()
         # describe() reads and reshapes tensors, which other function modes would take for
         # operations of the model.
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             seen = call.describe()
         if isinstance(seen, SeenProduct):
             for objection in self.tracker.multiplied(seen).values():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
@@ -36,7 +37,6 @@ from tcnn_probe.attention.token_order import (
 from tcnn_probe.hooks.calls import without_nested
 from tcnn_probe.hooks.compilation import never_compiled
 from tcnn_probe.hooks.forwards import Running
-from tcnn_probe.hooks.private_torch import DisableTorchFunction
 from tcnn_probe.images import batch_of, input_tensors
 
 __all__ = ["TokenFinder"]
@@ -151,7 +151,7 @@ class TokenFinder:
     @never_compiled
     def note_image(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding, if a module that is called is this."""
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             image = self.maps.called(module, without_nested(*args))
             if image is not None and self._places is not None:
                 self._places.see(image)

@@ -21,8 +21,7 @@ from tcnn_probe.attribution.layer_choice import (
 )
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall
-from tcnn_probe.hooks.modes import unseen
-from tcnn_probe.hooks.private_torch import tree_leaves
+from tcnn_probe.hooks.modes import leaves_of, unseen
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["PathLayer", "attention_path"]
@@ -244,4 +243,4 @@ def _known(sources: Sources) -> Sources:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of([values]) if isinstance(leaf, Tensor)]

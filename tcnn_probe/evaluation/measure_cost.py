@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from tcnn_probe.hooks.private_torch import TorchDispatchMode, tree_leaves
+from tcnn_probe.hooks.modes import leaves_of
+from tcnn_probe.hooks.private_torch import TorchDispatchMode
 from tcnn_probe.models import (
     check_model,
     for_model,
@@ -175,7 +176,7 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def step() -> None:
-        outputs = tree_leaves(functional_call(model, buffers, images))
+        outputs = leaves_of([functional_call(model, buffers, images)])
         trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
         # Gradients start from ones, because a loss would add its own cost.
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
@@ -225,7 +226,7 @@ class _PeakMemory(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
+        for tensor in leaves_of([output]):
             if (
                 isinstance(tensor, Tensor)
                 and (storage := tensor.untyped_storage()) not in self._known

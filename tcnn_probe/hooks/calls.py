@@ -20,7 +20,7 @@ from tcnn_probe.hooks.compilation import (
     never_compiled_alone,
     run_uncompiled,
 )
-from tcnn_probe.hooks.private_torch import DisableTorchFunction, hook_tables
+from tcnn_probe.hooks.private_torch import hook_tables
 from tcnn_probe.hooks.scope import Scope
 
 __all__ = [
@@ -71,7 +71,7 @@ def without_nested(*values: Any) -> list[Any]:
     None in place of nested tensors, whose shapes cannot be read.
     """
     # One guard for all values, because hooks of all modules call this.
-    with DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return [
             None if isinstance(value, Tensor) and value.is_nested else value for value in values
         ]

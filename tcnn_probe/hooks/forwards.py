@@ -45,7 +45,6 @@ from tcnn_probe.hooks.modes import (
 )
 from tcnn_probe.hooks.private_torch import (
     COMPILED_MODULE,
-    DisableTorchFunction,
     forget_global_hook,
 )
 
@@ -168,7 +167,7 @@ class Forwards(Calls["Forward"]):
         """Follow the call if no other one is followed and the listener wants it."""
         # Reading properties of tensors is a call of a torch function, which the user's modes must
         # not see.
-        with self._lock, DisableTorchFunction():
+        with self._lock, torch.DisableTorchFunction():
             begun = self._begun.get(call.thread)
             if begun is not None and not is_running(begun):
                 begun = None
@@ -383,7 +382,7 @@ class Forward(Call):
         if len(rest) == 2 and module in self._names and COMPILED_MODULE not in module._modules:
             kwargs, output = rest
             inputs = (*args, *kwargs.values()) if kwargs else args
-            with DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._listener.returned(self, module, inputs, output)
 
     # The following methods implement tcnn_probe.hooks.interception.Observer.

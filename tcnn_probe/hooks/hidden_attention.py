@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tcnn_probe.hooks.private_torch import HigherOrderOperator, OpOverload, tree_leaves
+from tcnn_probe.hooks.kernel_calls import OpOverload
+from tcnn_probe.hooks.modes import leaves_of
+from tcnn_probe.hooks.private_torch import HigherOrderOperator
 
 __all__ = ["hidden_attention", "is_graph_operator"]
 
@@ -35,7 +37,7 @@ def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
         is_attention = any(isinstance(x, Tensor) and x.ndim > 2 for x in args)
         return "it attends in a graph of torch.export" if is_attention else ""
     assert isinstance(func, HigherOrderOperator)
-    graphs = [x for x in tree_leaves(args) if isinstance(x, GraphModule)]
+    graphs = [x for x in leaves_of(args) if isinstance(x, GraphModule)]
     for graph in graphs:
         # Operators can be nested.
         for part in graph.modules():

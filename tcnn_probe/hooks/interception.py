@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
 from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
-from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
+from tcnn_probe.hooks.kernel_calls import OpOverload, OpOverloadPacket, is_kernel, read_kernel
 from tcnn_probe.hooks.modes import (
     is_function_transformed,
     is_nested,
@@ -33,12 +33,8 @@ from tcnn_probe.hooks.modes import (
     leaves_of,
 )
 from tcnn_probe.hooks.private_torch import (
-    DisableTorchFunction,
     HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
     _get_current_function_mode_stack,
-    is_functorch_wrapped_tensor,
 )
 from tcnn_probe.hooks.score_modification import ScoreModification
 
@@ -128,9 +124,10 @@ class SeenOperand:
         """Describe a tensor."""
         # A matrix has no axis of images, and an expanded tensor is the same along that axis.
         shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
-        # Tensors inside torch.vmap, as in masks of flex_attention, have no address.
-        is_mapped = is_functorch_wrapped_tensor(tensor)
-        place = id(tensor) if is_mapped else tensor.data_ptr()
+        try:
+            place = tensor.data_ptr()
+        except RuntimeError:  # inside torch.vmap, as in masks of flex_attention
+            place = id(tensor)
         return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
@@ -299,7 +296,7 @@ class TorchCall:
         """Why the arguments cannot be read: "" if the call is only traced; None if they can."""
         # Reading a property of a tensor is also a call of a torch function, which outer modes would
         # see.
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return _why_unreadable(self.args, self.kwargs)
 
     def describe(self) -> "Seen | None":

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnn_probe.hooks.private_torch import OpOverload, OpOverloadPacket
+__all__ = ["KernelCall", "OpOverload", "OpOverloadPacket", "is_kernel", "read_kernel"]
 
-__all__ = ["KernelCall", "is_kernel", "read_kernel"]
+# Types of operators, whose module is private.
+OpOverloadPacket: type[Any] = type(torch.ops.aten.add)
+OpOverload: type[Any] = type(torch.ops.aten.add.Tensor)
 
 # Operators of flash-attn 2.7 and later, also under the names of the package "kernels", of xformers
 # and of torch. Earlier versions of flash-attn call an extension module that modes cannot see.

@@ -2,8 +2,8 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
@@ -14,25 +14,15 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.hooks.private_torch import (
-    DisableTorchFunction,
-    FakeTensor,
     _current_graph_task_id,
     _disable_current_modes,
     _EnableTorchFunction,
+    _get_current_dispatch_mode_stack,
     _get_current_function_mode_stack,
-    _get_dispatch_mode,
     _InferenceMode,
-    _is_torch_function_enabled,
-    _len_torch_dispatch_stack,
-    _pop_dispatch_mode,
-    _pop_mode,
     _PreserveDispatchKeyGuard,
-    _push_mode,
     _set_fwd_grad_enabled,
-    _set_grad_enabled,
-    _TorchDispatchModeKey,
     peek_interpreter_stack,
-    tree_leaves,
 )
 
 __all__ = [
@@ -52,12 +42,9 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-# Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization.
-_TRACERS = (
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.FUNCTIONAL,
-)
+# Modes of make_fx and torch.export, of fake tensors and of functionalization. Types of tracers are
+# told by their names, because they are private, and some take long to import.
+_TRACERS = {"ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"}
 # This is a context variable, so that each thread and asynchronous task of the user hides its own
 # code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
@@ -93,15 +80,16 @@ def hidden_depth() -> int:
 
 def leave_mode(mode: TorchFunctionMode) -> bool:
     """Leave a function mode, wherever it is in the stack; return False if it is not there."""
-    if not any(entered is mode for entered in _get_current_function_mode_stack()):
+    stack = _get_current_function_mode_stack()
+    place = next((place for place, entered in enumerate(stack) if entered is mode), None)
+    if place is None:
         return False
     # torch can only leave the mode on top, so modes above are set aside and then put back in their
-    # order.
-    above: list[Any] = []
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    for mode_above in reversed(above):
-        _push_mode(mode_above)
+    # order. Methods of theirs could do more than that.
+    for entered in reversed(stack[place:]):
+        TorchFunctionMode.__exit__(entered, None, None, None)
+    for entered in stack[place + 1 :]:
+        TorchFunctionMode.__enter__(entered)
     return True
 
 
@@ -111,14 +99,13 @@ def balanced_modes() -> Iterator[None]:
     for example when Ctrl-C comes just after a mode was entered.
     """
     before = _get_current_function_mode_stack()
-    count = _len_torch_dispatch_stack()
+    count = len(_get_current_dispatch_mode_stack())
     has_gradients = torch.is_grad_enabled()
-    # This guard restores the flag that enables __torch_function__, for which torch has no setter.
-    shown = _EnableTorchFunction() if _is_torch_function_enabled() else nullcontext()
     try:
-        # The second guard is needed because leaving inference mode late restores dispatch keys of
-        # modes that are off.
-        with shown, _PreserveDispatchKeyGuard():
+        # The first guard restores the flag that enables __torch_function__, for which torch has no
+        # setter. The second one is needed because leaving inference mode late restores dispatch
+        # keys of modes that are off.
+        with _EnableTorchFunction(), _PreserveDispatchKeyGuard():
             try:
                 yield
             except KeyboardInterrupt as error:
@@ -132,8 +119,8 @@ def balanced_modes() -> Iterator[None]:
         for mode in _get_current_function_mode_stack():
             if mode not in before:
                 leave_mode(mode)
-        while _len_torch_dispatch_stack() > count:
-            _pop_dispatch_mode()
+        for entered in reversed(_get_current_dispatch_mode_stack()[count:]):
+            entered.__exit__(None, None, None)
 
 
 class _Curtain(TorchFunctionMode):
@@ -144,7 +131,7 @@ class _Curtain(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_up:
             return func(*args, **(kwargs or {}))
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
 
@@ -181,7 +168,7 @@ def is_nested(value: Any) -> bool:
     """
     # Reading a property of a tensor is a call of a torch function, which the user's modes must not
     # see.
-    with DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return isinstance(value, Tensor) and value.is_nested
 
 
@@ -195,23 +182,28 @@ def is_transformed(inputs: Sequence[Any]) -> bool:
         return True
     # In torch.compile, or with one of the tracers' modes on.
     if torch.compiler.is_compiling() or any(
-        _get_dispatch_mode(key) is not None for key in _TRACERS
+        type(mode).__name__ in _TRACERS for mode in _get_current_dispatch_mode_stack()
     ):
         return True
     return any(
-        isinstance(x, (Proxy, FakeTensor)) or (isinstance(x, Tensor) and x.is_meta)
+        x.is_meta or type(x).__name__ == "FakeTensor"
+        if isinstance(x, Tensor)
+        else isinstance(x, Proxy)
         for x in leaves_of(inputs)
     )
 
 
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
-    """Return all values inside of values, which may be nested in tuples,
-    dictionaries and other containers.
-    """
-    # torch's function is slow, and few functions and models take containers.
+    """Return all values inside of values, which may be nested in sequences and mappings."""
     if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in values):
-        return values
-    return tree_leaves(values)
+        return values  # as in most calls
+    leaves: list[Any] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            leaves += leaves_of([*value.values()])
+        else:
+            leaves += leaves_of(value) if isinstance(value, (tuple, list)) else [value]
+    return leaves
 
 
 def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -220,11 +212,11 @@ def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     # unlike in no_grad and other context managers that are written in Python. In inference mode,
     # sums that are created here could not be changed in place outside. The second guard restores
     # the flags of gradients, too.
-    with DisableTorchFunction(), _InferenceMode(False):
-        _set_grad_enabled(False)
+    with torch.DisableTorchFunction(), _InferenceMode(False):
+        torch.set_grad_enabled(False)
         _set_fwd_grad_enabled(False)
         # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
-        if not _len_torch_dispatch_stack():
+        if not _get_current_dispatch_mode_stack():
             return function(*args, **kwargs)
         with _disable_current_modes():
             return function(*args, **kwargs)

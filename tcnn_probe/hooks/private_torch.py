@@ -16,17 +16,11 @@ from torch import nn
 # torch that are written in Python, so that Ctrl-C leaves neither gradients nor torch functions
 # switched off.
 from torch._C import (
-    DisableTorchFunction,
     _current_graph_task_id,
     _EnableTorchFunction,
-    _get_dispatch_mode,
     _InferenceMode,
-    _is_torch_function_enabled,
-    _len_torch_dispatch_stack,
     _PreserveDispatchKeyGuard,
     _set_fwd_grad_enabled,
-    _set_grad_enabled,
-    _TorchDispatchModeKey,
 )
 
 # torch.compile: publicly, compiled code can be made to run eagerly in all threads only, and not
@@ -38,63 +32,45 @@ from torch._C._dynamo.eval_frame import (
     set_eval_frame,
 )
 
-# Transforms of torch.func hide images, or wrap them in tensors without an address.
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+# Transforms of torch.func hide images.
+from torch._C._functorch import peek_interpreter_stack
 
-# Types of operators: flash-attn's and xformers' kernels are recognised by them, and graphs of
-# torch.cond.
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
+# The type of torch.cond and the like, whose graphs have no layers.
+from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as global_hooks
 
-# Publicly, a mode can be left at the top of the stack only, but a recorder may be removed below the
-# user's modes.
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+# A recorder may be removed below the user's modes.
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode_stack,
 )
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "COMPILED_CALL",
     "COMPILED_MODULE",
     "UNCOMPILED_FUNCTION",
-    "DisableTorchFunction",
-    "FakeTensor",
     "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
     "TorchDispatchMode",
     "_EnableTorchFunction",
     "_FrameAction",
     "_FrameExecStrategy",
     "_InferenceMode",
     "_PreserveDispatchKeyGuard",
-    "_TorchDispatchModeKey",
     "_current_graph_task_id",
     "_disable_current_modes",
+    "_get_current_dispatch_mode_stack",
     "_get_current_function_mode_stack",
-    "_get_dispatch_mode",
-    "_is_torch_function_enabled",
-    "_len_torch_dispatch_stack",
-    "_pop_dispatch_mode",
-    "_pop_mode",
-    "_push_mode",
     "_set_fwd_grad_enabled",
-    "_set_grad_enabled",
     "count_compiled_frames",
     "eager_switch",
     "forget_global_hook",
     "getitem_as_index",
     "hook_tables",
-    "is_functorch_wrapped_tensor",
     "peek_interpreter_stack",
     "set_code_exec_strategy",
     "set_eval_frame",
-    "tree_leaves",
-    "tree_map",
 ]
 
 COMPILED_MODULE = "_orig_mod"

@@ -17,7 +17,6 @@ from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.attention.head_editor import HeadListener, LayerCall, name_of_gating
 from tcnn_probe.attention.reconstruction import ReconstructionError
-from tcnn_probe.hooks.private_torch import DisableTorchFunction
 from tcnn_probe.interventions.contributions import Terms
 from tcnn_probe.interventions.references import (
     AttentionReference,
@@ -288,7 +287,7 @@ class OnPatches(Ablated):
         places = self.grids.places(self.layer, attention)
         assert isinstance(places, TokenPlaces)
         # These computations are no part of the model, which recorders watch.
-        with DisableTorchFunction(), without_autocast(attention.source):
+        with torch.DisableTorchFunction(), without_autocast(attention.source):
             weights = self.weights(attention, heads, places)
         if weights is None:
             return None

@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from tcnn_probe.attention.head_editor import HeadEditor, HeadListener
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed
-from tcnn_probe.hooks.private_torch import DisableTorchFunction
 from tcnn_probe.interventions.ablation_kinds import Ablated
 from tcnn_probe.interventions.references import ReferenceStatistics, fingerprints
 from tcnn_probe.interventions.token_places import GridFinder
@@ -60,7 +59,7 @@ class ModelCalls(Calls[Call]):
             return
         # Function modes watch the operations of the model, to which reading the images does not
         # belong.
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             reason = "" if is_transformed(inputs) else reference.overlap(images)
         if reason:
             self._has_warned = True

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.precision import at_least_float32
-from tcnn_probe.hooks.private_torch import tree_leaves
+from tcnn_probe.hooks.modes import leaves_of
 from tcnn_probe.interventions.references import GivenImages, as_batches
 from tcnn_probe.models import class_indices
 
@@ -112,7 +112,7 @@ def outputs_of(output: Any, images: int) -> Tensor:
     """Return all floating-point numbers of a model's output, (images, n)."""
     tensors = [
         x
-        for x in tree_leaves(output)
+        for x in leaves_of([output])
         if isinstance(x, Tensor) and x.is_floating_point() and len(x) == images
     ]
     if not tensors:

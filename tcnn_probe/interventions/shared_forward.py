@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tcnn_probe.hooks.calls import add_hook
-from tcnn_probe.hooks.private_torch import tree_leaves, tree_map
+from tcnn_probe.hooks.modes import leaves_of
 
 __all__ = ["SharedForward"]
 
@@ -67,7 +68,7 @@ class SharedForward:
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module in shared and module not in self._kept:
-                self._kept[module] = _copied(output)
+                self._kept[module] = deepcopy(output)
 
         with _replaced_forwards(self._kept), _hooked(self._model, None, keep):
             again = self._model(self._images)
@@ -100,7 +101,7 @@ def _replaced_forwards(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
     try:
         for module, output in outputs.items():
             # The model may change an output in place.
-            vars(module)["forward"] = lambda *_, _output=output, **__: _copied(_output)
+            vars(module)["forward"] = lambda *_, _output=output, **__: deepcopy(_output)
         yield
     finally:
         for module, forward in own.items():
@@ -109,10 +110,6 @@ def _replaced_forwards(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _copied(output: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
-
-
 def _equal(output: Any, other: Any) -> bool:
-    is_equal = tree_map(lambda x, y: not isinstance(x, Tensor) or torch.equal(x, y), output, other)
-    return all(tree_leaves(is_equal))
+    pairs = zip(leaves_of([output]), leaves_of([other]), strict=True)
+    return all(not isinstance(x, Tensor) or torch.equal(x, y) for x, y in pairs)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tcnn_probe.hooks.modes import (
@@ -133,15 +135,18 @@ def test_calls_under_transforms_are_recognised() -> None:
 
     assert not is_transformed([x, "a string", None])
     assert is_transformed([torch.ones(2, device="meta")])
+    assert is_transformed([{"pixels": [FakeTensorMode().from_tensor(x)]}])
+    make_fx(ask, tracing_mode="symbolic")(x[0])
+    torch.func.functionalize(ask)(x[0])
     torch.vmap(ask)(x)
     torch.func.grad(ask)(x)
     torch.jit.trace(ask, x, check_trace=False)
-    assert answers == [True] * 3
+    assert answers == [True] * 5
     # Checkpointing runs a forward again during a backward pass.
     y = x.clone().requires_grad_()
     y.register_hook(lambda gradient: answers.append(is_transformed([gradient])))
     y.sum().backward()
-    assert answers[3:] == [True]
+    assert answers[5:] == [True]
 
 
 def test_errors_name_the_layer() -> None:
