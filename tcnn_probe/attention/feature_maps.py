@@ -32,6 +32,8 @@ class FeatureMaps:
         patches: Number of patches if the model was called with patches in place of an image, else
             None.
         special: Class and register tokens, as far as the model shows them or the user gives them.
+        embedding: Module that embeds patches: the first one with weights that gets an image.
+        is_seeking: Whether that module is still to be called.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
@@ -41,9 +43,8 @@ class FeatureMaps:
         self.patches: int | None = None
         self.special = special
         self._joins: dict[int, tuple[int, ...]] = {}
-        # The module that embeds patches: the first one with weights that gets an image.
-        self._embedding: nn.Module | None = None
-        self._seeks = False
+        self.embedding: nn.Module | None = None
+        self.is_seeking = False
         self._picture_channels: set[int] = set()
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
@@ -71,11 +72,11 @@ class FeatureMaps:
             is_map and x is not None and not continues and tuple(x.shape[2:]) not in self._maps
         ):
             self._restart()
-            self._embedding, self._picture_channels = None, _channels_of(inputs)
+            self.embedding, self._picture_channels = None, _channels_of(inputs)
             # Called with NumPy arrays, photographs or paths, the model makes the image itself.
             may_be_seen = bool(self._picture_channels) or not tensors
-            self._seeks = may_be_seen and not self.is_deep
-        self._seeks &= not continues
+            self.is_seeking = may_be_seen and not self.is_deep
+        self.is_seeking &= not continues
         if is_map and x is not None:
             self.images = len(x)
             if self.size is None:
@@ -107,12 +108,6 @@ class FeatureMaps:
         ):
             shapes.clear()
 
-    def seeks(self, module: nn.Module) -> bool:
-        """Return whether a module that is called may show the image
-        that enters the patch embedding.
-        """
-        return self._seeks or module is self._embedding
-
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> Tensor | None:
         """Note the image (n, C, H, W) that a module gets,
         and return it, if it is what the model makes patches of.
@@ -129,8 +124,8 @@ class FeatureMaps:
             not module._modules
             and any(weight is not None for weight in module._parameters.values())
         )
-        if self._seeks and is_layer and x.ndim > 2:
-            self._embedding, self._seeks = module, False
+        if self.is_seeking and is_layer and x.ndim > 2:
+            self.embedding, self.is_seeking = module, False
             # A model can add channels to the image, such as coordinates, before it embeds patches.
             is_image |= x.ndim == 4 and isinstance(module, nn.Conv2d)
         if not is_image:

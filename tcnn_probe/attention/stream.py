@@ -288,7 +288,8 @@ class AttentionStream:
 
     def called(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
-        if self._tokens.maps.seeks(module):
+        maps = self._tokens.maps
+        if maps.is_seeking or module is maps.embedding:
             self._tokens.note_image(module, args)
 
     def computes(self, forward: Forward, seen: Seen) -> Sequence[Answer]:

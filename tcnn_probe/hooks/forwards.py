@@ -38,6 +38,7 @@ from tcnn_probe.hooks.interception import (
     TorchCall,
 )
 from tcnn_probe.hooks.modes import (
+    HIDDEN_DEPTHS,
     hidden_depth,
     is_nested,
     is_transformed,
@@ -352,7 +353,9 @@ class Forward(Call):
     # so hooks do nothing while compiling.
     @never_compiled
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or not self._is_followed(module):
+        if torch.compiler.is_compiling() or not self.is_listening():
+            return
+        if module not in self._names and not _has_weights(module):
             return
         self._stack.append((module, args))
         self._listener.called(module, args)
@@ -364,7 +367,9 @@ class Forward(Call):
 
     @never_compiled
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_followed(module):
+        if torch.compiler.is_compiling() or not self.is_listening():
+            return
+        if module not in self._names and not _has_weights(module):
             return
         # Modules above this one in the stack have ended by an exception after which torch ran no
         # hooks.
@@ -412,17 +417,19 @@ class Forward(Call):
 
     def is_listening(self) -> bool:
         """Return whether the code that runs belongs to this forward."""
-        return not (self._is_quiet or self.thread != get_ident() or hidden_depth() > self._depth)
-
-    def _is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to the model,
-        or has weights and runs inside the model's forward.
-        """
-        # A module without weights that was created in the forward, such as nn.Softmax(-1)(x),
-        # belongs to its layer.
-        return self.is_listening() and (
-            module in self._names or next(module.parameters(), None) is not None
+        return not (
+            self._is_quiet
+            or self.thread != get_ident()
+            # Nothing is hidden in most forwards, which is known sooner than the depth is.
+            or (HIDDEN_DEPTHS and hidden_depth() > self._depth)
         )
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Return whether a module that was created in a forward is one to follow:
+    nn.Softmax(-1)(x) belongs to the layer that calls it.
+    """
+    return next(module.parameters(), None) is not None
 
 
 def _entries(model: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ model gets torch's own result, unless one of them answers.
 """
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,16 +25,14 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
 from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
-from tcnn_probe.hooks.kernel_calls import OpOverload, OpOverloadPacket, is_kernel, read_kernel
+from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
 from tcnn_probe.hooks.modes import (
     is_function_transformed,
-    is_nested,
     is_transformed,
     leave_mode,
     leaves_of,
 )
 from tcnn_probe.hooks.private_torch import (
-    HigherOrderOperator,
     _get_current_function_mode_stack,
 )
 from tcnn_probe.hooks.score_modification import ScoreModification
@@ -684,7 +683,13 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 }
 
 
-_OPERATORS = (HigherOrderOperator, OpOverload, OpOverloadPacket)
+# Types of nearly all functions, which are told faster than those of operators.
+_NO_OPERATORS = (
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+)
 
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
@@ -692,7 +697,7 @@ def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
     None if these are not needed.
     """
     describe_call = _DESCRIBE.get(func)
-    if describe_call is not None or not isinstance(func, _OPERATORS):
+    if describe_call is not None or isinstance(func, _NO_OPERATORS):
         return describe_call
     if is_kernel(func):
         return partial(_kernel, func)
@@ -737,12 +742,13 @@ def _why_unreadable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None
     arguments = leaves_of((*args, *kwargs.values()))
     if is_transformed(arguments):
         return ""
-    # The type is told by its name, because its module takes long to import.
-    if any(type(x).__name__ == "DTensor" for x in arguments):
-        return (
-            "it attends in distributed tensors (DTensor): record a copy of the model that is "
-            "not split"
-        )
-    if any(is_nested(x) for x in arguments):
-        return NESTED
+    for tensor in (x for x in arguments if isinstance(x, Tensor)):
+        # The type is told by its name, because its module takes long to import.
+        if type(tensor).__name__ == "DTensor":
+            return (
+                "it attends in distributed tensors (DTensor): record a copy of the model that is "
+                "not split"
+            )
+        if tensor.is_nested:
+            return NESTED
     return None

@@ -26,6 +26,7 @@ from tcnn_probe.hooks.private_torch import (
 )
 
 __all__ = [
+    "HIDDEN_DEPTHS",
     "balanced_modes",
     "hidden_depth",
     "hidden_from_recorders",
@@ -48,7 +49,7 @@ _TRACERS = {"ProxyTorchDispatchMode", "FakeTensorMode", "FunctionalTensorMode"}
 # This is a context variable, so that each thread and asynchronous task of the user hides its own
 # code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
-_DEPTHS: list[int] = []
+HIDDEN_DEPTHS: list[int] = []
 """Depths of the code that is currently hidden, in all threads."""
 
 
@@ -57,11 +58,11 @@ def hidden_from_recorders() -> Iterator[None]:
     """Hide the code inside from all recorders except those that are attached inside."""
     depth = _HIDDEN.get() + 1
     token = _HIDDEN.set(depth)
-    _DEPTHS.append(depth)
+    HIDDEN_DEPTHS.append(depth)
     try:
         yield
     finally:
-        _DEPTHS.remove(depth)
+        HIDDEN_DEPTHS.remove(depth)
         _HIDDEN.reset(token)
 
 
@@ -69,12 +70,14 @@ def hidden_depth() -> int:
     """Return how many :func:`hidden_from_recorders` are active here;
     in autograd's threads, the maximum anywhere.
     """
-    if not _DEPTHS:  # nothing is hidden anywhere, which is found out much faster than the rest
+    if (
+        not HIDDEN_DEPTHS
+    ):  # nothing is hidden anywhere, which is found out much faster than the rest
         return 0
     # A thread that torch has started in C++ does not inherit the context variable, and may work for
     # any thread.
     if isinstance(threading.current_thread(), threading._DummyThread):
-        return max(_DEPTHS, default=0)
+        return max(HIDDEN_DEPTHS, default=0)
     return _HIDDEN.get()
 
 
@@ -185,21 +188,22 @@ def is_transformed(inputs: Sequence[Any]) -> bool:
         type(mode).__name__ in _TRACERS for mode in _get_current_dispatch_mode_stack()
     ):
         return True
-    return any(
-        x.is_meta or type(x).__name__ == "FakeTensor"
-        if isinstance(x, Tensor)
-        else isinstance(x, Proxy)
-        for x in leaves_of(inputs)
-    )
+    for value in leaves_of(inputs):
+        if isinstance(value, Tensor):
+            if value.is_meta or type(value).__name__ == "FakeTensor":
+                return True
+        elif isinstance(value, Proxy):
+            return True
+    return False
 
 
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
     """Return all values inside of values, which may be nested in sequences and mappings."""
-    if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in values):
-        return values  # as in most calls
     leaves: list[Any] = []
     for value in values:
-        if isinstance(value, Mapping):
+        if isinstance(value, (Tensor, int, float, str)):
+            leaves.append(value)  # as nearly all arguments
+        elif isinstance(value, Mapping):
             leaves += leaves_of([*value.values()])
         else:
             leaves += leaves_of(value) if isinstance(value, (tuple, list)) else [value]
