@@ -2,10 +2,7 @@
 and everything that a recorder could leave behind.
 """
 
-import multiprocessing
-import os
 import sys
-from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -23,23 +20,11 @@ __all__ = [
     "clean",
     "entropies",
     "entropy",
-    "fresh_processes",
     "global_state",
     "images",
     "recorded",
     "vit",
 ]
-
-
-def fresh_processes(count: int) -> Pool:
-    """Return a pool of processes that have imported torch and this package,
-    once for all, and done nothing else.
-    """
-    # gloo looks up an interface by the host's name, which may not resolve.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tcnn_probe.contracts.ranks"])
-    return context.Pool(count)
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
