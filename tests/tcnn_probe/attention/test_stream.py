@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import tcnn_model
 import tcnn_probe
 from tcnn_model import GPSA
+from tcnn_model.gpsa import layer as layer_module
 from tcnn_probe.attention import reconstruction
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.reconstruction import discrepancy
@@ -226,7 +227,9 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
     tcnn = tcnn_model.reparameterize(
         # With timm's default, zero-initialised norms would hide the converted layers behind their
         # shortcuts.
-        timm.create_model("resnet10t", num_classes=3, zero_init_last=False)
+        timm.create_model(
+            "resnet10t", num_classes=3, channels=(8, 16, 32, 48), zero_init_last=False
+        )
     ).eval()
     convit = timm.create_model(
         "convit_tiny",
@@ -418,13 +421,17 @@ def test_the_last_that_names_a_head_edits_it(case: str, kinds: str) -> None:
 
 
 @torch.no_grad()
-def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged() -> None:
+def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A depthwise layer on a large map forms no outputs of single heads,
     unless a hook needs them.
     """
     torch.manual_seed(0)
+    # A map of this size counts as large.
+    monkeypatch.setattr(layer_module, "_WEIGHTED_FROM", 8 * 13 * 17)
     layer = GPSA(8, 8, 3, padding=1, groups=8)
-    model, x = nn.Sequential(layer), torch.randn(2, 8, 67, 71)
+    model, x = nn.Sequential(layer), torch.randn(2, 8, 13, 17)
     assert layer._weights_first(x)
     plain = model(x)
     with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
