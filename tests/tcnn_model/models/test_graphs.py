@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from tcnn_model import GPSA, accelerate
 from tests.extras import need
 from tests.tcnn_model.numerics import assert_same, disturb, random
-from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
+from tests.tcnn_model.tiny_models import pooled_cnn, tiny_tcnn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.trace:FutureWarning", "ignore:.*torch.jit.trace:DeprecationWarning"
@@ -35,27 +35,21 @@ _CONVIT = {
 }
 
 
-def convit() -> nn.Module:
-    return disturb(timm.create_model("convit_tiny", num_classes=3, **_CONVIT))
-
-
 def accelerated_convit() -> nn.Module:
-    model = convit()
+    model = disturb(timm.create_model("convit_tiny", num_classes=3, **_CONVIT))
     accelerate(model)
     return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "cnn": tiny_cnn,
     "t-cnn": tiny_tcnn,
     "pooled-per-class": lambda: pooled_cnn(per_class=True),
     "patchconvnet": lambda: timm.create_model("patchconvnet_s20", **_PATCHES),
     "patchconvnet-multi": lambda: timm.create_model("patchconvnet_s20_multi", **_PATCHES),
     # Its position embedding has the length of one image size.
-    "convit": convit,
-    "convit-accelerated": accelerated_convit,
+    "convit": accelerated_convit,
 }
-_ONE_SIZE = ("convit", "convit-accelerated")
+_ONE_SIZE = ("convit",)
 
 
 def traced(model: nn.Module, x: Tensor, *, one_size: bool) -> nn.Module:

@@ -137,7 +137,8 @@ NORMED: dict[str, Any] = {
     "lr": 1e-2,
     "ema": 0.5,
 }
-NORMED |= {"watcher": Config.watcher}
+# One epoch of three steps: test_two_processes_train_like_one resumes in the second of two.
+NORMED |= {"watcher": Config.watcher, "epochs": 1, "warmup_epochs": 0}
 
 
 @pytest.mark.study
@@ -163,7 +164,7 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
         )
 
     killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
-    _in_two(killed, stop=4)
+    _in_two(killed, stop=2)
     _in_two(killed, resume=True)
     assert_same_weights(last_checkpoint(killed), complete)
     expected, resumed = (
