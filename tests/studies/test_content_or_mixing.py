@@ -1,9 +1,6 @@
-"""Comparison of content and mixing: its arms,
-its intervals and verdicts, and the resumption of a killed run.
-"""
+"""Comparison of content and mixing: its arms, its intervals and verdicts."""
 
 import itertools
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ from scipy import stats
 from torch import nn
 
 import content_control
-import content_or_mixing as study
 from common.content_arms import (
     ARMS,
     OffsetKernelGPSA,
@@ -359,31 +355,3 @@ def test_number_of_seeds_that_would_decide() -> None:
     # The variance between images alone is too large, and more seeds do not reduce it.
     few_images = Effect(0.0095, -0.1, 0.12, 0.9, 1e-4, 0.05, 3, 1000)
     assert seeds_to_decide(few_images, 0.01) is None
-
-
-def test_only_the_killed_run_is_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    options = f"--small --arms C D --seeds 0 --starts 1 --cnn-epochs 1 --out {out}"
-    assert study.main(options.split()) == 0
-    folder = out / "content_or_mixing_checkpoints"
-    files = {file.name: file.read_bytes() for file in folder.glob("[0-9]_*.npz")}
-    assert set(files) == {"1_frozen_C_+1_0.npz", "1_frozen_D_+1_0.npz"}
-    # A kill leaves a partial file under this name.
-    (folder / "1_frozen_C_+1_0.npz").rename(folder / "1_frozen_C_+1_0.npz.tmp")
-    trained = []
-    train = study.train_and_measure
-    monkeypatch.setattr(
-        study,
-        "train_and_measure",
-        lambda run, *rest: (trained.append(run.arm), train(run, *rest)),
-    )
-    assert study.main(["--resume", "--out", str(out)]) == 0
-    assert trained == ["C"]
-    with np.load(folder / "1_frozen_C_+1_0.npz") as again:
-        (tmp_path / "before.npz").write_bytes(files["1_frozen_C_+1_0.npz"])
-        with np.load(tmp_path / "before.npz") as before:
-            for name in before:
-                np.testing.assert_array_equal(again[name], before[name])
-    shutil.rmtree(out)

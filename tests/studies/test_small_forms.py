@@ -47,11 +47,16 @@ LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write all figures with few pixels."""
+    """Write all figures with few pixels, and without the layout that moves panels apart:
+    it takes longer than the drawing, and a reader judges it.
+    """
     write = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, file, dpi: write(figure, file, dpi=dpi / 4)
-    )
+
+    def savefig(figure: Figure, file: Path, dpi: float) -> None:
+        figure.set_layout_engine(None)
+        write(figure, file, dpi=dpi / 4)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 class Done(NamedTuple):
@@ -330,6 +335,32 @@ def test_a_resumed_study_keeps_its_earlier_epochs(
     results = [xr.open_zarr(folder / f"{study}.zarr").load() for folder in (finished, out)]
     assert results[0].sizes["epoch"] > 6
     xr.testing.assert_allclose(*results, rtol=1e-6)
+
+
+def test_only_the_killed_run_is_trained_again(
+    small_run: Callable[[str], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(small_run("content_or_mixing").out, out)
+    study = importlib.import_module("content_or_mixing")
+    file = out / "content_or_mixing_checkpoints" / "1_frozen_C_+1_1.npz"
+    # A kill leaves a partial file under this name.
+    before = file.rename(file.with_name(f"{file.name}.tmp")).read_bytes()
+    trained = []
+    # The small form has tabulated and drawn the same numbers.
+    monkeypatch.setattr(study, "report", lambda tree: "")
+    monkeypatch.setattr(study, "draw", lambda tree: Figure())
+    train = study.train_and_measure
+    monkeypatch.setattr(
+        study,
+        "train_and_measure",
+        lambda run, *rest: (trained.append((run.arm, run.seed)), train(run, *rest)),
+    )
+    assert study.main(["--resume", "--out", str(out)]) == 0
+    assert trained == [("C", 1)]
+    with np.load(file) as again, np.load(io.BytesIO(before)) as first:
+        for name in first:
+            np.testing.assert_array_equal(again[name], first[name])
 
 
 CLASS_RUNS = {  # runs of the small form, with their numbers of epochs
