@@ -316,21 +316,20 @@ def draw_bars(panel: Axes, means: xr.DataArray, colors: list[str], *, named: boo
 
 
 @mpl.rc_context(STYLE)
-def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
+def draw_neighbours(nearest: xr.DataArray) -> Figure:
     """Draw images and the training images nearest to them,
     framed by what they share (thesis, Fig. 2.6).
 
     Args:
         nearest: Numbers of training images, (features, image, rank).
-        count: Number of images, spread over the digits.
     """
     gallery, queries = (open_sources("digits", "", ("train", "validation"))[n] for n in (0, 1))
     digits = np.array([queries.read(n)[1] for n in range(len(queries))])
     # The first image of every other digit.
-    queried = [int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 10 // count)]
+    queried = [int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 2)]
     kinds = ("plain", "Grafit's embedding")
-    figure = Figure(figsize=(1 + RETRIEVED * 0.8, 1.9 * count), layout="constrained")
-    panels = figure.subplots(len(kinds) * count, 1 + RETRIEVED)
+    figure = Figure(figsize=(1 + RETRIEVED * 0.8, 1.9 * len(queried)), layout="constrained")
+    panels = figure.subplots(len(kinds) * len(queried), 1 + RETRIEVED)
     for panel in panels.ravel():
         panel.set(xticks=[], yticks=[])
     for row, (query, kind) in enumerate((query, kind) for query in queried for kind in kinds):

@@ -38,15 +38,9 @@ def with_interval(values: xr.DataArray, dim: str | Sequence[str] = "image", digi
     return f"{mean} [{', '.join(bounds)}]"
 
 
-def compared(
-    values: xr.DataArray,
-    dim: str | Sequence[str],
-    above: str,
-    below: str,
-    neither: str = "undecided",
-) -> str:
+def compared(values: xr.DataArray, dim: str | Sequence[str], above: str, below: str) -> str:
     """Return the mean of differences with its interval, and the word for the interval's side."""
-    words = side_of_zero(mean_interval(values, dim).values, above, below, neither)
+    words = side_of_zero(mean_interval(values, dim).values, above, below)
     return f"{with_interval(values, dim)} {words}"
 
 

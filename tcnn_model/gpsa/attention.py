@@ -16,7 +16,7 @@ from tcnn_model.gpsa.positional import (
     positional_factors,
     traces_sizes,
 )
-from tcnn_model.precision import widen, widest_dtype, without_autocast
+from tcnn_model.precision import widen, without_autocast
 
 __all__ = ["GatedAttention"]
 
@@ -131,22 +131,6 @@ class GatedAttention:
             dtype=dtype,
         )
 
-    def on_pixels(self, queries: Tensor) -> Tensor:
-        """Return the attention A of selected queries over the real pixels, in float32 at least.
-
-        Args:
-            queries: Indices of the queries, shape (n,).
-
-        Returns:
-            Attention of shape (B, heads, n, H * W). A row that sums to less than 1 has the rest on
-            the padding.
-        """
-        with without_autocast(self.query):
-            content = self.content(queries)
-            positional = self.positional_on_pixels(queries).to(content)
-            gate = self.gate.to(content)[:, None, None]
-            return torch.lerp(content, positional.expand_as(content), gate)
-
     def content(self, queries: Tensor | slice | None = None) -> Tensor:
         """Return the content attention of some or all queries,
         (B, heads, n, H * W), in float32 at least.
@@ -157,16 +141,6 @@ class GatedAttention:
             # Scaling the queries is cheaper than scaling the logits, of which there are more.
             scaled = widen(query) * self.scale
             return torch.softmax(scaled @ widen(self.key).transpose(2, 3), dim=-1)
-
-    def positional_on_pixels(self, queries: Tensor) -> Tensor:
-        """Return the positional attention of selected queries,
-        (n,), over the real pixels: (heads, n, H * W).
-        """
-        rows, cols = self.factors_on_pixels(widest_dtype(self.position.device))
-        # Query i is in row i // x.queries and column i % x.queries.
-        along_y = rows[:, queries // self.x.queries, :, None]
-        along_x = cols[:, queries % self.x.queries, None, :]
-        return (along_y * along_x).flatten(2)
 
     def positional(self) -> Tensor:
         """Return the dense positional attention over the extended grid,
