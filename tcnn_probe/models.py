@@ -23,6 +23,7 @@ from tcnn_probe.hooks.private_torch import COMPILED_MODULE
 __all__ = [
     "batches",
     "check_model",
+    "check_module",
     "class_indices",
     "first_line",
     "floating_tensor",
@@ -170,10 +171,15 @@ def wanted_layers(model: nn.Module, layers: LayerFilter | None) -> frozenset[str
     return frozenset(select_layers(by_name, plain_filter(model, layers), noun="layers"))
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise TypeError for objects that hooks cannot follow."""
+def check_module(model: nn.Module) -> None:
+    """Raise TypeError for objects that are no modules."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise TypeError for objects that hooks cannot follow."""
+    check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "the model is TorchScript, which runs outside of Python, where hooks see nothing: give "
@@ -189,8 +195,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Forwards inside are hidden from recorders that are attached to the model. Threads wait for each
     other. Raise TypeError if the model is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     # Flags and gradients belong to the model, not to a thread, so two calls at once would restore
     # each other's changes.
     with _LOCKS.setdefault(unwrap(model), RLock()):

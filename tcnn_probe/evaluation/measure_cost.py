@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tcnn_probe.hooks.modes import leaves_of
 from tcnn_probe.hooks.private_torch import TorchDispatchMode
 from tcnn_probe.models import (
-    check_model,
+    check_module,
     for_model,
     progress_bar,
     untouched,
@@ -100,7 +100,7 @@ def cost(
         whole_number(rounds, "rounds", 1),
     )
     for model in members.values():
-        check_model(model)
+        check_module(model)
     images = {name: _images(model, size, batch_size) for name, model in members.items()}
     costs: defaultdict[str, list[float]] = defaultdict(list)
     speeds = {"images_per_second": _forward}
