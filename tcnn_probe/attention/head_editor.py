@@ -5,7 +5,7 @@ as listeners decide, without changing any parameter.
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,9 @@ from tcnn_probe.attention.gated import (
     GatedAttention,
     gated_attention_of,
 )
-from tcnn_probe.attention.head_edit import HeadEdit, edit_call, edit_gated
+from tcnn_probe.attention.head_edit import edit_call, edit_gated
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.logits import DeferredLogits
 from tcnn_probe.attention.reconstruction import (
     ValueProductTracker,
@@ -53,7 +54,6 @@ from tcnn_probe.hooks.modes import is_nested, run_in_modes
 
 __all__ = [
     "HeadEditor",
-    "HeadListener",
     "LayerCall",
     "is_edited",
     "name_of_gating",
@@ -88,36 +88,6 @@ the most recent one that names a head edits it.
 """
 
 
-class HeadListener:
-    """Listener to the calls of one layer, which may return an edit
-    of each attention. Override what you need.
-    """
-
-    layer = ""
-    """Name of the layer, for errors."""
-
-    def gates(self) -> Mapping[int, float]:
-        """Return new gates by head, for the call that begins; other heads keep theirs."""
-        return {}
-
-    def expects(self, attention: Attention) -> bool:
-        """Return whether the listener is to be asked about an attention."""
-        return True
-
-    def attends(self, attention: Attention) -> HeadEdit | None:
-        """Return an edit of an expected attention, or None."""
-        return None
-
-    def returned(self, call: "LayerCall", output: Any) -> None:
-        """Handle the end of a call of the layer."""
-
-    def add_terms(self, call: "LayerCall", output: Tensor) -> Tensor:
-        """Return the layer's output, images first,
-        with terms added in place of heads that are zero.
-        """
-        return output
-
-
 @dataclass(eq=False)
 class LayerCall(Call):
     """A call of a layer, with the edits that listeners have returned in it.
@@ -133,10 +103,10 @@ class LayerCall(Call):
             with.
     """
 
-    listeners: Sequence[tuple[int, HeadListener]] = ()
+    listeners: Sequence[tuple[int, AttentionListener]] = ()
     attentions: int = 0
     answers: dict[int, Sequence[Answer]] = field(default_factory=dict)
-    answered: set[HeadListener] = field(default_factory=set)
+    answered: set[AttentionListener] = field(default_factory=set)
     objection: str = ""
     tracker: ValueProductTracker[int] = field(default_factory=ValueProductTracker)
 
@@ -153,7 +123,12 @@ class LayerCall(Call):
         self.attentions += 1
         return answers
 
-    def heads_of(self, listener: HeadListener) -> dict[int, Sequence[int]]:
+    @property
+    def gates(self) -> dict[int, float]:
+        """New gates by head."""
+        return _gates_of(self.listeners)
+
+    def heads_of(self, listener: AttentionListener) -> dict[int, Sequence[int]]:
         """Return the heads that a listener has edited, by number of the attention."""
         return {
             number: answer.edit.heads
@@ -247,11 +222,11 @@ class HeadEditor(Calls[LayerCall]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, LayerCall)
-        self._listeners: tuple[tuple[int, HeadListener], ...] = ()
+        self._listeners: tuple[tuple[int, AttentionListener], ...] = ()
         self.has_edited = False
 
     @classmethod
-    def add(cls, module: nn.Module, listener: HeadListener, order: int | None = None) -> None:
+    def add(cls, module: nn.Module, listener: AttentionListener, order: int | None = None) -> None:
         """Add a listener to a layer, the last one unless ``order`` is its position among all."""
         order = next_order() if order is None else order
         with _LOCK:
@@ -262,7 +237,7 @@ class HeadEditor(Calls[LayerCall]):
                 editor.attach()
 
     @classmethod
-    def remove(cls, module: nn.Module, listener: HeadListener) -> None:
+    def remove(cls, module: nn.Module, listener: AttentionListener) -> None:
         """Remove a listener. This may be called during a forward, and more than once."""
         with _LOCK:
             editor = _EDITORS.get(module)
@@ -277,14 +252,14 @@ class HeadEditor(Calls[LayerCall]):
 
     @classmethod
     @contextmanager
-    def attached_to(cls, module: nn.Module, listeners: Sequence[HeadListener]) -> Iterator[None]:
-        """Add listeners to a layer inside the ``with``."""
+    def listening(cls, listeners: Mapping[AttentionListener, nn.Module]) -> Iterator[None]:
+        """Add listeners to their layers inside the ``with``."""
         try:
-            for listener in listeners:
+            for listener, module in listeners.items():
                 cls.add(module, listener)
             yield
         finally:
-            for listener in listeners:
+            for listener, module in listeners.items():
                 cls.remove(module, listener)
 
     def attach(self) -> None:
@@ -307,7 +282,7 @@ class HeadEditor(Calls[LayerCall]):
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
-        gates = self.gates(call.listeners)
+        gates = self._gate_editors(call.gates)
         # The softmaxes of gated attention are only parts of it: heads are edited after these are
         # combined.
         is_gated = isinstance(self.module, GATED_LAYERS)
@@ -316,18 +291,14 @@ class HeadEditor(Calls[LayerCall]):
         if not any(map(is_nested, call.args)):
             call.scope.open(self.module, None if is_gated else call, gates)
 
-    def gates(
-        self, listeners: Sequence[tuple[int, HeadListener]] | None = None
-    ) -> "list[_GateEditor]":
-        """Return the mode that changes gates, if any are changed. The last listener takes
-        precedence.
-        """
-        forced: dict[int, float] = {}
-        for _, listener in self._listeners if listeners is None else listeners:
-            forced |= listener.gates()
-        if not forced:
+    def gate_editors(self) -> "list[_GateEditor]":
+        """Return the mode that changes gates, if the present listeners change any."""
+        return self._gate_editors(_gates_of(self._listeners))
+
+    def _gate_editors(self, gates: Mapping[int, float]) -> "list[_GateEditor]":
+        if not gates:
             return []
-        return [_GateEditor(getattr(self.module, name_of_gating(self.module)), forced)]
+        return [_GateEditor(getattr(self.module, name_of_gating(self.module)), gates)]
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, which may add terms to the output."""
@@ -339,7 +310,7 @@ class HeadEditor(Calls[LayerCall]):
             answer.listener
             for answers in call.answers.values()
             for answer in answers
-            if type(answer.listener).add_terms is not HeadListener.add_terms
+            if type(answer.listener).add_terms is not AttentionListener.add_terms
         ]
         if not adding:
             return None
@@ -400,8 +371,16 @@ def run_with_gates(layer: nn.Module, function: Callable[[], Result]) -> Result:
     modes.
     """
     editor = _EDITORS.get(layer)
-    gates = [] if editor is None else editor.gates()
+    gates = [] if editor is None else editor.gate_editors()
     return run_in_modes(function, *gates) if gates else function()
+
+
+def _gates_of(listeners: Iterable[tuple[int, AttentionListener]]) -> dict[int, float]:
+    """Return new gates by head; the last listener takes precedence."""
+    gates: dict[int, float] = {}
+    for _, listener in listeners:
+        gates |= listener.gates()
+    return gates
 
 
 def _first_input(call: LayerCall) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
-from tcnn_probe.attention.stream import AttentionListener
 
 __all__ = ["NO_CLASS_TOKEN", "LayerMaps", "MapKeeper", "MapSelection"]
 

@@ -267,9 +267,11 @@ def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     assert query is not None
     assert key is not None
     assert value is not None
-    shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
+    shapes = [query.shape[:-2], key.shape[:-2], value.shape[:-2], torch.Size([1])]
     if seen.mask is not None:
         shapes.append(seen.mask.shape[:-2])
+    elif shapes[0] == shapes[1] == shapes[2] != ():
+        return query, key, value  # as in nearly all models
     # torch broadcasts images and heads of all four tensors, for example of a pool's learned query
     # without images.
     leading = np.broadcast_shapes(*shapes)

@@ -19,12 +19,12 @@ from tcnn_probe.attention.gated import GATED, GATED_LAYERS, GatedAttention
 from tcnn_probe.attention.head_edit import HeadEdit, edit_call
 from tcnn_probe.attention.head_editor import (
     HeadEditor,
-    HeadListener,
     is_edited,
     next_order,
     run_with_gates,
 )
 from tcnn_probe.attention.layout import GivenTokens
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
@@ -52,7 +52,7 @@ from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.images import input_tensors
 from tcnn_probe.models import check_model, layer_names
 
-__all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_stream"]
+__all__ = ["WHOLE_LAYERS", "AttentionStream", "attention_stream"]
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED, CONVOLVED)
 """Layers whose attention is described as a whole."""
@@ -102,38 +102,6 @@ def attention_stream(
         yield stream
     finally:  # not closing(), whose __enter__ can be interrupted
         stream.close()
-
-
-class AttentionListener:
-    """Listener to the forwards of a model, one at a time. Its methods do nothing:
-    override what you need.
-    """
-
-    may_edit = False
-    """True if :meth:`attends` may return edits."""
-
-    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
-        """Return whether to follow a call of ``entry``,
-        the model or a part of it, which may continue a forward.
-        """
-        return True
-
-    def attends(self, attention: Attention) -> HeadEdit | None:
-        """Handle an attention, and return an edit of its heads, or None."""
-
-    def returned(self, call: ModuleCall, output: Any) -> None:
-        """Handle the return of a watched module."""
-
-    def ends(self, layers: Collection[str], output: Any) -> None:
-        """Handle the end of a call without an exception.
-
-        Args:
-            layers: Names of the layers whose attention was multiplied with values in this call.
-            output: Output of the model, or of the part of it that was called.
-        """
-
-    def fails(self) -> None:
-        """Handle a call that an exception has ended."""
 
 
 class _Callback(AttentionListener):
@@ -240,7 +208,7 @@ class AttentionStream:
         self._order = next_order()
         self._forwards = Forwards(model, self, self._names, self.attending)
         # Heads of gated layers are separate only inside of the layers, where editors have hooks.
-        self._edited_layers: dict[nn.Module, HeadListener] = {}
+        self._edited_layers: dict[nn.Module, AttentionListener] = {}
         for layer in self._whole if self.may_edit else ():
             if isinstance(layer, GATED_LAYERS):
                 self._edited_layers[layer] = _GatedLayer(self)
@@ -545,7 +513,7 @@ class AttentionStream:
                 self.unsupported[name] = "no softmax between tokens was seen while it ran"
 
 
-class _GatedLayer(HeadListener):
+class _GatedLayer(AttentionListener):
     """Listener to a gated layer, which passes its attention to the listener of a stream."""
 
     def __init__(self, stream: AttentionStream) -> None:

@@ -13,8 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.outputs import scores_of
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.place_rules import function_name
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.attribution.layer_choice import (
     WITHOUT_CLASS_TOKEN,
     UnsupportedMethodError,

@@ -15,8 +15,9 @@ from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.feature_maps import FeatureMaps
 from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.models import check_model, layer_names, plain_name
 

@@ -10,10 +10,11 @@ from tcnn_model import GPSA
 from tcnn_model.pooling.attention_pool import PatchAttention
 from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.logits import ProductLogits
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.softmax import SoftmaxAttention
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.attribution.attention_path import PathLayer, attention_path
 from tcnn_probe.attribution.layer_choice import (
     WITHOUT_CLASS_TOKEN,

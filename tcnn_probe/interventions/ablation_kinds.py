@@ -15,7 +15,8 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
-from tcnn_probe.attention.head_editor import HeadListener, LayerCall, name_of_gating
+from tcnn_probe.attention.head_editor import LayerCall, name_of_gating
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.interventions.contributions import Terms
 from tcnn_probe.interventions.references import (
@@ -48,7 +49,7 @@ Heads = tuple[int, ...] | slice
 """Heads of a layer: indices, or a slice of all its heads."""
 
 
-class Ablated(HeadListener):
+class Ablated(AttentionListener):
     """Ablated heads of one layer: the base class of all kinds,
     which define their edit in :meth:`edit`.
 
@@ -452,10 +453,9 @@ class AveragedOverImages(Ablated):
         if not self.reference.is_collecting or not self.indices:
             return
         numbers = range(call.attentions) if self.number is None else [self.number]
-        # Terms are computed with the gates that other ablations force.
-        with_gates = [listener for _, listener in call.listeners if listener.gates()]
         for number in numbers:
-            terms = Terms(call.module, self.layer, number, call.args, call.kwargs, with_gates)
+            # Terms are computed with the gates that other ablations force.
+            terms = Terms(call.module, self.layer, number, call.args, call.kwargs, call.gates)
             # The check takes four runs of the layer, so it is done once.
             if not self.is_additive:
                 # One head is enough, because a subsequent norm over heads would show with any head.

@@ -4,7 +4,7 @@ measured by running a copy of the layer without other heads.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,10 +17,10 @@ from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.attention.head_editor import (
     HeadEditor,
-    HeadListener,
     first_tensor,
     images_first,
 )
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
 from tcnn_probe.hooks.modes import hidden_from_recorders
@@ -43,7 +43,7 @@ class Terms:
         layer: Name of the layer.
         number: Index of the attention in the call.
         args, kwargs: Arguments of the call.
-        gates: Listeners that force gates.
+        gates: Gates that ablations force, by head.
     """
 
     module: nn.Module
@@ -51,7 +51,7 @@ class Terms:
     number: int
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    gates: Sequence[HeadListener] = ()
+    gates: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
         """Return the term of each group of heads,
@@ -92,38 +92,27 @@ class Terms:
             _forward_pre_hooks=OrderedDict(),
             _forward_hooks=OrderedDict(),
         )
-        listeners = [
-            # Gates stay as other ablations force them.
-            *(_GatesOnly(listener) for listener in self.gates),
-            _ZeroOthers(self.number, only, without),
-        ]
-        with hidden_from_recorders(), HeadEditor.attached_to(twin, listeners):
+        listener = _ZeroOthers(self, only, without)
+        with hidden_from_recorders(), HeadEditor.listening({listener: twin}):
             output = twin(*self.args, **self.kwargs)
         return images_first(twin, first_tensor(output, self.layer))
 
 
-class _GatesOnly(HeadListener):
-    """Listener with the gates of another listener, but without its edits of heads."""
-
-    def __init__(self, listener: HeadListener) -> None:
-        self._listener = listener
-
-    def gates(self) -> Mapping[int, float]:
-        return self._listener.gates()
-
-
-class _ZeroOthers(HeadListener):
+class _ZeroOthers(AttentionListener):
     """Listener that sets all heads of one attention to zero except ``only`` some,
     and those in ``without``.
     """
 
-    def __init__(self, number: int, only: Sequence[int] | None, without: Sequence[int]) -> None:
-        self._number = number
+    def __init__(self, terms: Terms, only: Sequence[int] | None, without: Sequence[int]) -> None:
+        self._terms = terms
         self._only = only
         self._without = without
 
+    def gates(self) -> Mapping[int, float]:
+        return self._terms.gates
+
     def attends(self, attention: Attention) -> HeadEdit | None:
-        if attention.number != self._number:
+        if attention.number != self._terms.number:
             return None
         included = range(attention.heads) if self._only is None else self._only
         zeroed = [

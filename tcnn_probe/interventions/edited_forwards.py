@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_probe.attention.head_editor import HeadEditor, HeadListener
+from tcnn_probe.attention.head_editor import HeadEditor
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed
 from tcnn_probe.interventions.ablation_kinds import Ablated
@@ -74,7 +75,7 @@ class ModelCalls(Calls[Call]):
 def edited_model(
     model: nn.Module,
     ablated: Sequence[Ablated],
-    listeners: Mapping[HeadListener, nn.Module] | None = None,
+    listeners: Mapping[AttentionListener, nn.Module] | None = None,
 ) -> Iterator[ModelCalls]:
     """Edit the heads of a model inside the ``with``.
 
@@ -90,13 +91,10 @@ def edited_model(
     grids = (entry.grids for entry in ablated if entry.grids is not None)
     forwards = ModelCalls(model, reference, next(grids, None))
     try:
-        for listener, module in listeners.items():
-            HeadEditor.add(module, listener)
-        forwards.attach()
-        yield forwards
+        with HeadEditor.listening(listeners):
+            forwards.attach()
+            yield forwards
     finally:
-        for listener, module in listeners.items():
-            HeadEditor.remove(module, listener)
         forwards.detach()
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_edit import HeadEdit, HeadWatch
-from tcnn_probe.attention.head_editor import HeadListener, LayerCall
+from tcnn_probe.attention.head_editor import LayerCall
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.interventions.ablation_kinds import Ablated, Mode
 from tcnn_probe.interventions.edited_forwards import edited_model
 from tcnn_probe.interventions.evaluated_images import (
@@ -303,7 +304,7 @@ class _Watches:
         self._table.loc[where] = before + by_image
 
 
-class _Watch(HeadListener):
+class _Watch(AttentionListener):
     """Listener to a layer that computes the changes of its heads once their gradients arrive.
 
     Args:

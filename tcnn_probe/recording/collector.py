@@ -16,9 +16,10 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.attention.layout import GivenTokens, Layout
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.softmax import SoftmaxAttention
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
@@ -208,7 +209,7 @@ class Collector(AttentionListener):
         self.forwards.passed = images
         self.forwards.samples = samples
 
-    # The following methods implement tcnn_probe.attention.stream.AttentionListener.
+    # The following methods implement tcnn_probe.attention.listener.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Return whether to measure this call, and prepare

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.stream import AttentionStream
 
 SIZE = (61, 73)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same")

@@ -90,7 +90,7 @@ def test_every_attention_equals_the_models() -> None:
 
 
 def test_listeners_see_the_model_output_and_choose_layers() -> None:
-    class Count(tcnn_probe.attention.stream.AttentionListener):
+    class Count(tcnn_probe.attention.listener.AttentionListener):
         def __init__(self) -> None:
             self.kept: list[list[str]] = []
             self.failed = 0

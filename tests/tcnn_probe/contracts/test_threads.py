@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import tcnn_probe
-from tcnn_probe.attention.stream import AttentionListener, AttentionStream
+from tcnn_probe.attention.listener import AttentionListener
+from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.hooks.modes import hidden_depth, hidden_from_recorders
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.contracts.helpers import (
