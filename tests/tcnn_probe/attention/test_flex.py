@@ -28,7 +28,7 @@ pytestmark = [
 HEADS, SIZE = 6, 5
 COUNTS = {"prefix": 2, "height": 3, "width": 5}
 TOKENS = 2 + 3 * 5
-IMAGES = 4
+IMAGES = 2
 Score = float | Tensor
 Scalars = tuple[Any, Any, Any, Any]  # image, head, query, key
 
