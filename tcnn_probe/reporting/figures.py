@@ -10,9 +10,11 @@ from bokeh.models import (
     ColumnDataSource,
     FixedTicker,
     HoverTool,
+    Line,
     LinearColorMapper,
     Range1d,
     Rect,
+    Scatter,
     TapTool,
 )
 from bokeh.palettes import PuOr11, Viridis256, interp_palette
@@ -141,22 +143,19 @@ def curve(axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSour
     lines = []
     for run, source in enumerate(sources):
         color, part = RUNS[run][0], f"run {run}"
+        # Glyphs are added as they are: figure.line and figure.scatter add copies of each for
+        # selected and for muted points, which curves do not have.
         if variable["of"] == "head":
             source.add([], f"{name} mean")
-            plot.line(
-                along,
-                f"{name} mean",
-                source=source,
-                line_color=color,
-                line_dash=[3, 3],
-                line_alpha=0.7,
-                name=part,
-            )
+            mean = Line(x=along, y=f"{name} mean", line_color=color)
+            mean.update(line_dash=[3, 3], line_alpha=0.7)
+            plot.add_glyph(source, mean, name=part)
         source.add([], name)
-        line = plot.line(along, name, source=source, line_color=color, line_width=2, name=part)
-        lines.append(line)
+        glyph = Line(x=along, y=name, line_color=color, line_width=2)
+        lines.append(plot.add_glyph(source, glyph, name=part))
         if len(axes.marks) <= _DOTS:
-            plot.scatter(along, name, source=source, color=color, size=5, name=part)
+            dots = Scatter(x=along, y=name, size=5, line_color=color, fill_color=color)
+            plot.add_glyph(source, dots, name=part)
     tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
     plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
     if len(axes.marks) < 9:
