@@ -43,11 +43,17 @@ from tcnn_probe.provenance import provenance
 
 __all__ = [
     "METHODS",
+    "Attribution",
     "Method",
+    "OwnMethod",
     "as_json",
+    "find_methods",
     "find_targets",
     "first_paragraph",
+    "maps_of",
+    "name_of",
     "saliency",
+    "warn_unsupported",
 ]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -124,19 +130,24 @@ METHODS: Mapping[str, Method] = {
 
 @dataclass(frozen=True)
 class Attribution:
-    """A method with its options.
+    """A method with its options, or maps of the user.
 
     Args:
         name: Name among the attributions.
         about: Attributes of its maps.
-        explain: Function from model, images, target and batch size to maps and the layer's name.
+        explain: Function from model, images, target and batch size to maps and the layer's name;
+            None for maps.
+        maps: The user's maps, shape (B, H, W).
+        targets: Classes that the user's maps explain, shape (B,), if they have targets.
         needs_score: Whether the maps depend on the score of a class.
     """
 
     name: str
     about: Mapping[str, str]
-    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]]
-    needs_score: bool = True
+    explain: Callable[[nn.Module, Tensor, Tensor, int], tuple[Tensor, str]] | None = None
+    maps: Tensor | None = None
+    targets: Tensor | None = None
+    needs_score: bool = False
 
 
 def saliency(
@@ -259,9 +270,14 @@ def saliency(
                 )
     if not labelled:
         raise next(iter(unsupported.values()))
-    for name, reason in unsupported.items():
-        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
+    warn_unsupported(unsupported)
     return labelled[methods[0].name].rename("saliency") if is_single else xr.Dataset(labelled)
+
+
+def warn_unsupported(reasons: Mapping[str, Exception]) -> None:
+    """Warn, at the caller's caller, of methods that the model does not support."""
+    for name, reason in reasons.items():
+        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=3)
 
 
 @torch.no_grad()
@@ -316,6 +332,10 @@ def maps_of(
     """Compute maps of all images, (B, H, W) on the CPU,
     and the layer's name; the model is in eval mode.
     """
+    if attribution.explain is None:
+        assert attribution.maps is not None
+        done(len(images))
+        return attribution.maps, ""
     parts, layer = [], ""
     for rows, batch in batches(model, images, batch_size):
         maps, layer = attribution.explain(model, batch, targets[rows].to(batch.device), batch_size)
@@ -367,6 +387,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
             name,
             about,
             lambda m, x, target, n: maps(m, x, target, batch_size=n),
+            needs_score=True,
         )
     if not callable(function):
         near = difflib.get_close_matches(str(method), METHODS, n=1)
@@ -384,6 +405,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
             name,
             _about(Method(method, "", units=""), {}),
             partial(_by_user, method, name),
+            needs_score=True,
         )
     unknown = sorted(options.keys() - inspect.signature(function).parameters.keys())
     if unknown:

@@ -90,11 +90,10 @@ def test_saliency_for_a_text(clip: nn.Module, inputs: dict[str, Any], method: st
 
 def test_faithfulness_for_texts(clip: nn.Module, inputs: dict[str, Any]) -> None:
     options = {"steps": 2, "metrics": ["deletion_auc", "insertion_auc"]}
-    maps = tcnn_probe.saliency(clip, inputs, method="input_x_gradient")
-    scores = tcnn_probe.faithfulness(clip, inputs, maps, **options)
+    scores = tcnn_probe.faithfulness(clip, inputs, "input_x_gradient", **options)
     bound = WithTexts(clip, **without_images(inputs))
     images = inputs["pixel_values"]
-    expected = tcnn_probe.faithfulness(bound, images, maps, **options)
+    expected = tcnn_probe.faithfulness(bound, images, "input_x_gradient", **options)
     assert scores.target.values.tolist() == expected.target.values.tolist()
     for name in expected.data_vars:
         np.testing.assert_allclose(scores[name], expected[name], rtol=1e-9)

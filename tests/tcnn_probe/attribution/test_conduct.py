@@ -128,10 +128,15 @@ def test_faithfulness_leaves_no_trace() -> None:
     before = Everything(model, x)
     masks = torch.zeros(2, *CONVOLVED, dtype=torch.bool)
     masks[:, 3:9] = True
-    maps = tcnn_probe.saliency(model, x, method=["class_attention", backward])
-    before.check(model, x)
-    scores = tcnn_probe.faithfulness(model, x, maps, masks=masks, steps=3)
+    scores = tcnn_probe.faithfulness(model, x, ["class_attention", backward], masks=masks, steps=3)
     assert set(scores) == set(METRICS)
+    before.check(model, x)
+
+    def broken(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        raise BrokenError
+
+    with pytest.raises(BrokenError):
+        tcnn_probe.faithfulness(model, x, broken)
     before.check(model, x)
 
 
@@ -199,7 +204,7 @@ def test_attribution_is_not_recorded(method: str) -> None:
             model(x)
             if meanwhile:
                 np.testing.assert_array_equal(maps_of(model, x, method), expected)
-                tcnn_probe.faithfulness(model, x, expected, metrics="deletion_auc")
+                tcnn_probe.faithfulness(model, x, [method], metrics="deletion_auc")
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())
@@ -225,6 +230,7 @@ def test_progress_bar(
     progress: bool | None, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, x = model_for("class_attention")
-    maps = {"even": torch.rand(len(x), *x.shape[2:])}
-    tcnn_probe.faithfulness(model, x, maps, metrics="deletion_auc", steps=2, progress=progress)
+    tcnn_probe.faithfulness(
+        model, x, "class_attention", metrics="deletion_auc", steps=2, progress=progress
+    )
     assert ("faithfulness" in capsys.readouterr().err) == shown

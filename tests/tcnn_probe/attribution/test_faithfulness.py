@@ -3,15 +3,17 @@ whose values are those of the functions of plain tensors.
 """
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe import attribution as explaining
-from tests.tcnn_probe.attribution.models import Linear
+from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, patchconvnet
 
 IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 # Values have both signs, to tell apart metrics that sort from metrics that take positive parts.
@@ -33,7 +35,7 @@ def test_values_are_those_of_the_functions() -> None:
     ds = tcnn_probe.faithfulness(
         model,
         IMAGES,
-        {"mine": MAPS, "x": tcnn_probe.saliency(model, IMAGES, target, first)},
+        {"mine": MAPS, "x": first},
         target,
         masks=MASKS,
         start=0.2,
@@ -69,9 +71,8 @@ def test_values_are_those_of_the_functions() -> None:
 
 
 def test_every_variable_is_described() -> None:
-    maps = tcnn_probe.saliency(Linear(), IMAGES, method=first)
     ds = tcnn_probe.faithfulness(
-        Linear(), IMAGES, maps, masks=MASKS, metrics=list(explaining.METRICS)
+        Linear(), IMAGES, [first], masks=MASKS, metrics=list(explaining.METRICS)
     )
     for name, variable in ds.items():
         assert {
@@ -92,7 +93,7 @@ def test_every_variable_is_described() -> None:
     }
     assert ds.attrs["captum_version"]
     assert json.loads(ds.attrs["attributions"])["first"]["definition"] == "The first channel."
-    plain = tcnn_probe.faithfulness(Linear(), IMAGES, maps, metrics="deletion_auc")
+    plain = tcnn_probe.faithfulness(Linear(), IMAGES, first, metrics="deletion_auc")
     assert list(plain) == ["deletion_auc"]
 
 
@@ -117,36 +118,116 @@ def test_results_of_saliency_as_input() -> None:
     assert of_class_2.target.values.tolist() == [2, 2, 2]
 
 
+def test_methods_by_name_equal_the_results_of_saliency() -> None:
+    model = patchconvnet()
+    x = torch.randn(3, 3, *CONVOLVED)
+    layer = {"layer": "blocks.0.conv1"}
+    maps = tcnn_probe.saliency(model, x, method=["class_attention", "gradcam"], gradcam=layer)
+    precomputed = tcnn_probe.faithfulness(
+        model, x, maps, metrics=["deletion_auc", "rank_correlation"]
+    )
+    # Names are "a" and "b", so that options must be found by the name and not by the method.
+    now = tcnn_probe.faithfulness(
+        model,
+        x,
+        {"a": "class_attention", "b": "gradcam"},
+        options={"b": layer},
+    )
+    assert now.attribution.values.tolist() == ["a", "b"]
+    for name in precomputed:
+        # Maps are in float32, and are computed in other batches.
+        np.testing.assert_allclose(now[name], precomputed[name], atol=1e-5)
+    assert "energy_inside" not in now
+
+
+@pytest.mark.parametrize("kept", [["first"], ["first", "input_x_gradient"]])
+def test_an_unsupported_method_is_left_out(kept: list[str]) -> None:
+    model = Linear()
+    methods: list[Any] = [first if name == "first" else name for name in kept]
+    alone = tcnn_probe.faithfulness(model, IMAGES, methods)
+    methods.insert(1, "rollout")
+    with pytest.warns(RuntimeWarning, match="'rollout' is left out: no attention"):
+        beside = tcnn_probe.faithfulness(model, IMAGES, methods)
+    xr.testing.assert_equal(beside, alone)
+    with pytest.raises(ValueError, match="no attention was seen"):
+        tcnn_probe.faithfulness(model, IMAGES, "rollout")
+
+
 LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
 
 
 @pytest.mark.parametrize(
     ("saliency", "options", "error", "message"),
     [
-        (MAPS, {}, TypeError, r"or \{'name': maps\}; got 'Tensor'"),
-        ("gradcam", {}, TypeError, r"expected maps, tcnn_probe.saliency\(model.*got 'gradcam'"),
-        ({}, {}, TypeError, r"expected maps.*got \{\}"),
-        ({"a": MAPS[:2]}, {}, ValueError, r"maps of 'a' of shape \(3, 7, 11\), got \(2, 7, 11\)"),
-        ({"a": first}, {}, TypeError, r"expected maps of 'a', an array \(B, H, W\)"),
-        (LABELLED.rename(y="row"), {}, ValueError, "{'y'} do not exist|{'row', 'x'}|'row'"),
+        (MAPS, {}, TypeError, r"maps without a name: give them as \{'name': maps\}"),
+        ({}, {}, ValueError, "at least one method, got none"),
+        (
+            {"a": MAPS[:2]},
+            {},
+            ValueError,
+            r"maps of 'a' of shape \(3, 7, 11\), got \(2, 7, 11\)",
+        ),
+        (
+            {"a": [first, None]},
+            {},
+            TypeError,
+            r"expected maps of 'a', an array \(B, H, W\)",
+        ),
+        (
+            LABELLED.rename(y="row"),
+            {},
+            ValueError,
+            r"dims \(image, y, x\), got \('image', 'row', 'x'\)",
+        ),
         (
             {"a": LABELLED, "b": LABELLED.assign_coords(target=("image", [0, 1, 1]))},
             {},
             ValueError,
             "'a' and 'b' explain different targets",
         ),
-        (LABELLED, {"metrics": "auc"}, ValueError, r"metrics among \['deletion_auc', .*got 'auc'"),
-        (LABELLED, {"metrics": ["pointing_game"]}, ValueError, "'pointing_game' needs masks"),
-        (LABELLED, {"masks": MASKS[:2]}, ValueError, r"masks of shape \(3, 7, 11\), got \(2, "),
         (
-            LABELLED,
+            first,
+            {"metrics": "auc"},
+            ValueError,
+            r"metrics among \['deletion_auc', .*got 'auc'",
+        ),
+        (
+            first,
+            {"metrics": ["pointing_game"]},
+            ValueError,
+            "'pointing_game' needs masks",
+        ),
+        (
+            first,
+            {"masks": MASKS[:2]},
+            ValueError,
+            r"masks of shape \(3, 7, 11\), got \(2, 7, 11\)",
+        ),
+        (
+            first,
             {"masks": MASKS.float()},
             TypeError,
-            "dtype bool, True on the object, got torch",
+            "dtype bool, True on the object, got torch.float32",
         ),
-        (LABELLED, {"steps": 0}, ValueError, "integer from 1 for steps, got 0"),
-        (LABELLED, {"start": "noise"}, ValueError, "'blur', a number or an image, got 'noise'"),
-        (LABELLED, {"masks": MASKS, "tolerance": -1}, ValueError, "at least 0 pixels, got -1"),
+        (
+            first,
+            {"options": {"gradcam": {}}},
+            ValueError,
+            "options for 'gradcam', which is not one of",
+        ),
+        (first, {"steps": 0}, ValueError, "integer from 1 for steps, got 0"),
+        (
+            first,
+            {"start": "noise"},
+            ValueError,
+            "expected 'blur', a number or an image, got 'noise'",
+        ),
+        (
+            first,
+            {"masks": MASKS, "tolerance": -1},
+            ValueError,
+            "at least 0 pixels, got -1",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(

@@ -53,9 +53,9 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
 
 def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
     images = torch.randn(2, 3, 24, 24)
-    maps = tcnn_probe.saliency(vit, images, method=["class_attention", "gradcam"])
-    scores = tcnn_probe.faithfulness(vit, images, maps, steps=3)
-    expected = tcnn_probe.faithfulness(LogitsAlone(vit), images, maps, steps=3)
+    methods = ["class_attention", "gradcam"]
+    scores = tcnn_probe.faithfulness(vit, images, methods, steps=3)
+    expected = tcnn_probe.faithfulness(LogitsAlone(vit), images, methods, steps=3)
     for name in expected:
         np.testing.assert_array_equal(scores[name].values, expected[name].values)
 

@@ -84,7 +84,8 @@ def test_batch_size_does_not_matter(method: str) -> None:
         np.testing.assert_allclose(maps, together, atol=1e-5 * abs(together).max().item())
         assert max(batch_sizes) == batch_size
     batch_sizes.clear()
-    tcnn_probe.faithfulness(model, x, together, batch_size=2, steps=2)
+    method_options = {method: options} if options else {}
+    tcnn_probe.faithfulness(model, x, [method], batch_size=2, steps=2, options=method_options)
     assert max(batch_sizes) == 2
 
 
@@ -118,6 +119,7 @@ def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_a_users_own_method(mode: type) -> None:
     with mode():
         maps = tcnn_probe.saliency(Linear(), IMAGES, [2, 0, 1, 1, 2], red, batch_size=3)
+        tcnn_probe.faithfulness(Linear(), IMAGES, red, metrics="deletion_auc")
     np.testing.assert_array_equal(maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None])
     assert {
         "method": "red",

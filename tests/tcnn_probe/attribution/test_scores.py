@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -91,9 +92,8 @@ def with_one_output() -> nn.Module:
 def test_models_without_scores_are_refused_where_a_score_is_needed(make: Any, message: str) -> None:
     model, images = make(), torch.randn(2, 3, *SIZE)
     for score in (None, "softmax"):
-        given = {"even": torch.rand(2, *SIZE)}
         with pytest.raises(ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'rank"):
-            tcnn_probe.faithfulness(model, images, given, score=score)
+            tcnn_probe.faithfulness(model, images, "rollout", score=score)
         with pytest.raises(ValueError, match=message):
             tcnn_probe.saliency(model, images, method="gradcam", score=score)
     with pytest.warns(RuntimeWarning, match="'gradcam' is left out"):
@@ -105,6 +105,11 @@ def test_models_without_scores_are_refused_where_a_score_is_needed(make: Any, me
     options: Any = {"masks": masks, "metrics": "pointing_game"}
     scores = tcnn_probe.faithfulness(model, images, maps, **options)
     assert scores.pointing_game.notnull().all()
+    with pytest.warns(RuntimeWarning, match="'gradcam' is left out"):
+        beside = tcnn_probe.faithfulness(model, images, ["gradcam", "rollout"], **options)
+    xr.testing.assert_equal(beside.pointing_game, scores.pointing_game)
+    with pytest.raises(ValueError, match=f"'gradcam': .*{message}"):
+        tcnn_probe.faithfulness(model, images, "gradcam", **options)
     # Who names an output and its meaning wants it explained as it is.
     chosen = tcnn_probe.saliency(model, images, 0, method="gradcam")
     assert chosen.score == "logit"
