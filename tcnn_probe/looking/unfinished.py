@@ -34,7 +34,11 @@ def keep_measurements(recorder: "Recorder", path: Path, about: Any) -> None:
         path: Path of the file.
         about: Plain data that :func:`continue_measuring` returns.
     """
-    kept = {"about": about, "measured": recorder._collector.measurements()}
+    collector = recorder._collector
+    with collector.lock:
+        forwards, sums = collector.forwards, [*collector.earlier, collector.read_sums()]
+        measured = {"sums": sums, "images": forwards.passed, "samples": forwards.samples}
+    kept = {"about": about, "measured": measured}
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -73,7 +77,9 @@ def continue_measuring(
     ) as error:
         raise ValueError(f"{path} holds no measurements: {error}") from error
     measured = _converted(kept["measured"], np.ndarray, torch.from_numpy)
-    recorder._collector.take_up(**measured)
+    collector = recorder._collector
+    collector.earlier = measured["sums"]
+    collector.forwards.passed, collector.forwards.samples = measured["images"], measured["samples"]
     return kept["about"]
 
 

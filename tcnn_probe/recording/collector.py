@@ -188,27 +188,6 @@ class Collector(AttentionListener):
             sums[key] = total
         return sums
 
-    def measurements(self) -> dict[str, Any]:
-        """Return all that was measured since the previous mark,
-        which :meth:`take_up` adds to another collector.
-        """
-        with self.lock:
-            return {
-                "sums": [*self.earlier, self.read_sums()],
-                "images": self.forwards.passed,
-                "samples": self.forwards.samples,
-            }
-
-    def take_up(
-        self, sums: list[Mapping[Key, EpochSums]], images: int, samples: dict[int, Tensor]
-    ) -> None:
-        """Take up the measurements of a process that was killed;
-        this collector has measured nothing.
-        """
-        self.earlier = sums
-        self.forwards.passed = images
-        self.forwards.samples = samples
-
     # The following methods implement tcnn_probe.attention.listener.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
@@ -369,17 +348,14 @@ class Collector(AttentionListener):
                 if measures_heads and has_heads:
                     continue
                 has_heads |= measures_heads
-                self._attach(name, module, probe)
-
-    def _attach(self, name: str, module: nn.Module, probe: Probe) -> None:
-        try:
-            layer = self._layer(name, module, probe)
-        except NotMeasuredError as reason:
-            self.note_missing(name, probe.variables, str(reason))
-            return
-        if probe.measure is not None:
-            self._measuring.setdefault(module, []).append(layer)
-            self._parts.setdefault(module, {}).update(probe.parts(module))
+                try:
+                    layer = self._layer(name, module, probe)
+                except NotMeasuredError as reason:
+                    self.note_missing(name, probe.variables, str(reason))
+                    continue
+                if probe.measure is not None:
+                    self._measuring.setdefault(module, []).append(layer)
+                    self._parts.setdefault(module, {}).update(probe.parts(module))
 
     def _layer(self, name: str, module: nn.Module, probe: Probe) -> MeasuredLayer:
         key = name, probe.kind

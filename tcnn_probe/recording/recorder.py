@@ -321,8 +321,7 @@ class Recorder:
         """
         self._is_removed = True
         # Hooks are removed first, so that the model is clean even if the store cannot be closed.
-        self._collector.remove()
-        self._store.close()
+        _release(self._collector, self._store)
 
     def __enter__(self) -> Self:
         return self

@@ -53,14 +53,14 @@ class EpochStore:
             # name.
             restore(self._place.directory)
         root = Root.read(self._place)
-        if root is not None and mode == "x":
+        if root.text is not None and mode == "x":
             raise StoreError(
                 f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
             )
-        self._replaces = root is not None and mode == "w"
-        self._root = None if self._replaces else root
+        self._replaces = root.text is not None and mode == "w"
+        self._root = Root() if self._replaces else root
         self._place.check_writable()
-        self._marks = () if self._root is None else self._resumed(self._root)
+        self._marks = self._resumed_marks()
         self._lock: FileLock | None = None
         self._attempted: bytes | None = None
         self._closed = False
@@ -73,17 +73,17 @@ class EpochStore:
     @property
     def groups(self) -> Mapping[str, Group] | None:
         """The stored groups; None before the first mark."""
-        return None if self._root is None else self._root.groups
+        return self._root.groups if self._root.text else None
 
     @property
     def attrs(self) -> Mapping[str, Any] | None:
         """The stored attributes of the root; None before the first mark."""
-        return None if self._root is None else self._root.attributes
+        return self._root.attributes if self._root.text else None
 
     @property
     def has_layers(self) -> bool:
         """True if anything but scalars is recorded."""
-        return any(group.layers for group in (self.groups or {}).values())
+        return any(group.layers for group in self._root.groups.values())
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -96,7 +96,7 @@ class EpochStore:
         StoreError if another recorder holds the lock; if the recording has changed since this store
         read or wrote it; or if it is to be replaced, and its place holds anything else.
         """
-        if self._root is not None or self._replaces:
+        if self._root.text or self._replaces:
             self._take_lock()
 
     def _take_lock(self) -> None:
@@ -148,7 +148,7 @@ class EpochStore:
         self._take_lock()
         fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: self._along}
         # The user's attributes come first, so that they cannot replace the fixed ones.
-        attrs = {**(attrs or {}), **(fixed if self._root is None else {})}
+        attrs = {**(attrs or {}), **({} if self._root.text else fixed)}
         marks = (*self._marks, mark)
         with self._place_to_write() as store:
             # A retry of a mark whose failure came after its commit finds this root.
@@ -164,7 +164,7 @@ class EpochStore:
         an empty one that takes the recording's place.
         """
         store = self._place.store
-        if self._root is not None:
+        if self._root.text:
             yield self._root.checked(self._place, writes=True)
         elif self._place.directory is not None:
             with new_directory(self._place.directory, replace=self._replaces) as folder:
@@ -189,18 +189,19 @@ class EpochStore:
 
     def dataset(self) -> xr.Dataset:
         """Open the root group with the committed marks; values are read lazily."""
-        assert self._root is not None
         return open_dataset(self._root.checked(self._place))
 
     def tree(self) -> xr.DataTree:
         """Open all groups, as :func:`open_recording` does,
         with the committed marks; values are read lazily.
         """
-        assert self._root is not None
         return open_tree(self._root.checked(self._place))
 
-    def _resumed(self, root: Root) -> tuple[Mark, ...]:
+    def _resumed_marks(self) -> tuple[Mark, ...]:
         """Return the marks of a recording that will be continued."""
+        root = self._root
+        if root.text is None:
+            return ()
         if root.along != self._along:
             raise StoreError(
                 f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
@@ -226,7 +227,7 @@ class EpochStore:
             _check_replaceable(self._place)
             return
         text = self._place.root()
-        if text == (None if self._root is None else self._root.text):
+        if text == self._root.text:
             return
         if text is None:
             raise StoreError(f"{self._place.name} was deleted or moved while it was recorded")
@@ -274,9 +275,8 @@ class EpochStore:
         # A scalar must not have the name of anything that is recorded, now or before.
         taken = {HEADS, self._along, *COORDINATES, *groups[""].sizes}
         taken |= {path.split("/")[0] for path in (*rows, *groups)}
-        stored = set() if self._root is None else self._root.scalars
-        if self._root is not None:
-            taken |= {path.split("/")[0] for path in self._root.documents} - stored
+        stored = self._root.scalars
+        taken |= {path.split("/")[0] for path in self._root.documents} - stored
         for name in (*scalars, *(stored & rows.keys())):
             if "/" in name or name in taken:
                 raise ValueError(
@@ -290,8 +290,7 @@ def _check_replaceable(place: Place) -> None:
     """Raise StoreError if a place holds something that no recording has written,
     as replacing would delete it.
     """
-    root = Root.read(place)
-    known = _OWN_FILES if root is None else _OWN_FILES | root.names
+    known = _OWN_FILES | Root.read(place).names
     for name in place.names():
         # A killed mark may have left the array of a scalar.
         if name not in known and GIVEN.encode() not in (place.read(f"{name}/{ROOT}") or b""):

@@ -38,7 +38,7 @@ _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 
 def write_mark(
     store: CheckedStore,
-    root: Root | None,
+    root: Root,
     along: str,
     marks: Sequence[Mark],
     groups: Mapping[str, Group],
@@ -49,7 +49,7 @@ def write_mark(
 
     Args:
         store: Store to write to.
-        root: Committed root; None for the first mark.
+        root: Committed root.
         along: Name of the marks' coordinate.
         marks: All marks, with the new one.
         groups: Groups of the recording; those that are new, or have new layers, are created or
@@ -92,35 +92,34 @@ def write_mark(
             for name, variable in group.variables.items():
                 full = join(path, name)
                 extend(full, variable, rows[full], group.shape(name))
-            if root is None or root.groups.get(path) != group:
+            if root.groups.get(path) != group:
                 layers = {"layer": [*group.layers]} if group.layers else {}
                 ranges = {name: range(size) for name, size in group.sizes.items()}
                 for name, labels in {**layers, **ranges, **group.coords}.items():
                     _write_labels(node, name, labels, arrays.get(join(path, name)))
-        scalars = {name for name in rows if "/" not in name} | (root.scalars if root else set())
-        for name in scalars - groups[""].variables.keys():
+        scalars = {name for name in rows if "/" not in name} - groups[""].variables.keys()
+        for name in scalars | root.scalars:
             extend(name, Variable((), "", name, GIVEN), rows.get(name))
         _write_rows(extended, len(marks))
         zarr.consolidate_metadata(store)
     return store.text
 
 
-def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, zarr.Array[Any]]:
+def _undo_remains(top: zarr.Group, root: Root) -> dict[str, zarr.Array[Any]]:
     """Bring the arrays of a recording into the state of the committed root; return them by path.
 
     A killed mark may have extended some, and created others.
     """
     arrays: dict[str, zarr.Array[Any]] = {}
-    committed = {} if root is None else root.documents
     for path, node in [*top.members(max_depth=None)]:
         is_array = isinstance(node, zarr.Array)
         is_own = is_recorded(node.metadata.to_dict()) if is_array else LAYERS in node.attrs
-        if is_own and path not in committed:
+        if is_own and path not in root.documents:
             del top[path]
         elif is_own and isinstance(node, zarr.Array):
             arrays[path] = node
-            if [*node.shape] != committed[path]["shape"]:
-                node.resize(committed[path]["shape"])
+            if [*node.shape] != root.documents[path]["shape"]:
+                node.resize(root.documents[path]["shape"])
     return arrays
 
 

@@ -21,7 +21,7 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     """Open a single recording, see :func:`~tcnn_probe.storage.runs.open_recordings`."""
     place = find(target, writable=False)
     root = Root.read(place)
-    if root is None:
+    if root.text is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there, or a file")
     return open_tree(root.checked(place))
 

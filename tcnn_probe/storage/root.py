@@ -4,7 +4,7 @@ and its number of marks; a mark writes it last.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,20 +48,23 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class Root:
-    """The committed metadata of a recording."""
+    """The committed metadata of a recording; empty before its first mark."""
 
-    attributes: Mapping[str, Any]  # of the root group
-    documents: Mapping[str, Mapping[str, Any]]  # of each array and other group
-    text: bytes  # the object as stored
+    # Of the root group.
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    # Of each array and other group.
+    documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # The object as stored; None if there is none.
+    text: bytes | None = None
 
     @classmethod
-    def read(cls, place: Place) -> "Root | None":
-        """Read the root at a place; None if the place is empty.
+    def read(cls, place: Place) -> "Root":
+        """Read the root at a place.
 
         StoreError for something else, a recording of another schema version, or damaged metadata.
         """
         text = place.root()
-        return None if text is None else cls.parse(text, place)
+        return cls() if text is None else cls.parse(text, place)
 
     @classmethod
     def parse(cls, text: bytes, place: Place) -> "Root":
@@ -95,7 +98,7 @@ class Root:
     @property
     def along(self) -> str:
         """Name of the marks' coordinate."""
-        return self.attributes[ALONG]
+        return self.attributes.get(ALONG, "")
 
     @property
     def length(self) -> int:

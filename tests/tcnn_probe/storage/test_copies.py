@@ -83,15 +83,6 @@ def test_a_selection_is_a_recording(selection: dict[str, list[int]], tmp_path: P
 
 
 @pytest.mark.study
-def test_one_mark_without_its_dimension_is_refused(tmp_path: Path) -> None:
-    record_run(tmp_path / "run.zarr")
-    last = xr.open_zarr(tmp_path / "run.zarr").isel(epoch=-1)
-    last.to_zarr(tmp_path / "last.zarr")
-    with pytest.raises(tcnn_probe.StoreError, match=r"as after isel\(epoch=\[-1\]\)"):
-        tcnn_probe.open(tmp_path / "last.zarr")
-
-
-@pytest.mark.study
 def test_health_of_one_of_several_runs(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.zarr" for name in ("a", "b")]
     for path, scale in zip(paths, (1.0, 300.0), strict=True):

@@ -143,17 +143,6 @@ def test_layers_join_and_a_crash_meanwhile_changes_nothing(
     assert unconsolidated["layer"][:].tolist() == [*groups[""].layers]
 
 
-def test_scalars_come_and_go() -> None:
-    store = create(None)
-    expected = {"a": {}, "b": {}}
-    # One scalar comes late, one ends and returns, and one mark has none.
-    for mark, names in enumerate(["", "a", "ab", "b", "", "a"]):
-        for name in names:
-            expected[name][mark] = mark + 0.25
-        add(store, mark, **dict.fromkeys(names, mark + 0.25))
-    assert_holds(store, list(range(6)), expected)
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_marks_that_are_not_integers(tmp_path: Path, resumed: bool) -> None:
     store = create(tmp_path / "run.zarr", along="tokens")
