@@ -1,15 +1,11 @@
-"""The collector, which calls the probes in the forwards
-of a model and adds up their measurements.
-"""
+"""The collector, which calls the probes in the forwards of a model."""
 
 import threading
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from tcnn_model.precision import without_autocast
@@ -27,6 +23,7 @@ from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.measured import (
     MAPS_BY_CLASS,
+    ForwardValues,
     Key,
     Measured,
     check_measured,
@@ -40,7 +37,6 @@ __all__ = ["Collector"]
 
 T = TypeVar("T")
 
-UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 # Size up to which attentions wait for others in a forward: 256 MiB, and as much again where their
 # heads are side by side.
 _WAITING = 1 << 28
@@ -86,15 +82,11 @@ class Collector(AttentionListener):
         # Code that is hidden from this recorder runs at a greater depth, and its gradients are
         # ignored.
         self._depth = hidden_depth()
-        self.map_images = {
-            probe.kind: sampling.images if probe.images is None else probe.images
-            for probe in probes
-        }
         self.forwards = ForwardCounter(
             model,
             self.names,
             sampling,
-            {*sampling.images}.union(*self.map_images.values()),
+            {*sampling.images}.union(*map(sampling.images_of, probes)),
             self._begins_forward,
             self._is_full,
         )
@@ -128,7 +120,11 @@ class Collector(AttentionListener):
     @property
     def missing(self) -> dict[str, dict[str, str]]:
         """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
-        return {name: self.in_order(reasons) for name, reasons in self._missing.items()}
+        # Sorted, because layers note them in the order of measuring; this is also a copy, as a
+        # forward in another thread may add reasons meanwhile.
+        return {
+            variable: self.in_order(self._missing[variable]) for variable in sorted(self._missing)
+        }
 
     def in_order(self, by_layer: Mapping[str, T]) -> dict[str, T]:
         """Return a table of layers in the model's order."""
@@ -214,7 +210,7 @@ class Collector(AttentionListener):
         if attention.name in self._waiting or size > _WAITING:
             self._measure_waiting()
         # A forward may go on with images of another size.
-        self._cell_sides[attention.name] = self._cell_pixels(attention)
+        self._values.note_cells(attention, self.stream.image_size)
         if isinstance(attention, SoftmaxAttention) and self._may_wait(attention):
             self._waiting[attention.name] = attention.kept()
         else:
@@ -232,7 +228,7 @@ class Collector(AttentionListener):
         together: dict[Hashable, list[SoftmaxAttention]] = {}
         for name, attention in waiting.items():
             probes = self._probes_of(attention.module)
-            rooms = tuple((probe.kind, self._room(name, probe)) for probe in probes)
+            rooms = tuple((probe.kind, self._values.room(name, probe)) for probe in probes)
             together.setdefault((attention.joint_form, rooms), []).append(attention)
         for attentions in together.values():
             names = ", ".join(attention.name for attention in attentions)
@@ -250,7 +246,7 @@ class Collector(AttentionListener):
         """Measure an attention whose heads are those of one or more layers."""
         for probe in self._probes_of(attention.module):
             assert probe.attention is not None
-            room = self._room(attention.name, probe)
+            room = self._values.room(attention.name, probe)
             # Probes share what an attention has computed, unless their limits differ.
             limited = attention if room is None else replace(attention, limit=room)
             try:
@@ -260,12 +256,12 @@ class Collector(AttentionListener):
                     self.note_missing(layer.name, probe.variables, str(reason))
                 continue
             if len(layers) == 1:
-                self._keep(probe, measured, limited)
+                self._values.keep(probe, measured, limited)
                 continue
             end = 0
             for layer in layers if measured else ():
                 own = _of_heads(probe, measured, slice(end, end := end + layer.heads))
-                self._keep(probe, own, layer if room is None else replace(layer, limit=room))
+                self._values.keep(probe, own, layer if room is None else replace(layer, limit=room))
         for layer in layers:
             self._note_tokens(layer.name, layer.layout)
 
@@ -294,13 +290,13 @@ class Collector(AttentionListener):
             assert probe.measure is not None
             # The probe sees the parameters that the forward used, including the edits of ablations.
             with named_in_errors(layer):
-                limit, verification = self._room(layer, probe), self.stream.verification
+                limit, verification = self._values.room(layer, probe), self.stream.verification
                 measured_call = ForwardCall(
                     module, layer, inputs, output, parts, limit, verification
                 )
                 measure = partial(probe.measure, measured_call)
                 measured = check_measured(probe, run_with_gates(module, measure), by_image=True)
-                self._keep(probe, measured, measured_call)
+                self._values.keep(probe, measured, measured_call)
         # Calls of the parts are dropped: their tensors may be large, and the next call of the
         # module has new ones.
         for part in submodules.values():
@@ -310,7 +306,7 @@ class Collector(AttentionListener):
         """Add the measurements of the forward, unless the epoch was marked meanwhile."""
         try:
             self._measure_waiting()
-            pending = self._pending
+            measured = self._values.measured
         finally:
             self._clear()
         with self.lock:
@@ -319,14 +315,14 @@ class Collector(AttentionListener):
             self.forwards.ends()
             # A softmax whose result was multiplied with no values is not attention: `layers` lacks
             # it.
-            pending = [
-                measured
-                for measured in pending
-                if measured.probe.attention is None or measured.layer in layers
+            measured = [
+                values
+                for values in measured
+                if values.probe.attention is None or values.layer in layers
             ]
-            self.sums.add(pending)
-            for measured in pending:
-                self._add_maps(measured, output if self.forwards.whole_model else None)
+            self.sums.add(measured)
+            for values in measured:
+                self._add_maps(values, output if self.forwards.whole_model else None)
 
     def fails(self) -> None:
         """Discard the measurements of the forward."""
@@ -402,10 +398,10 @@ class Collector(AttentionListener):
 
     def _clear(self) -> None:
         self._waiting: dict[str, SoftmaxAttention] = {}  # by layer
-        self._cell_sides: dict[str, float | None] = {}
-        self._pending: list[Measured] = []
         self._calls: dict[nn.Module, ForwardCall] = {}
-        self._pending_images: Counter[Key] = Counter()
+        self._values = ForwardValues(
+            self.forwards, self.sampling, self.sums.images, self.note_missing
+        )
 
     def _is_full(self) -> bool:
         # Layers may see different numbers of images; forwards are skipped once all layers have
@@ -414,119 +410,6 @@ class Collector(AttentionListener):
         counts = [self.sums.images(key) for key, layer in layers if layer.probe.runs]
         limit = self.sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit
-
-    def _images_before(self, key: Key) -> int:
-        """Return the number of images that the layer has seen earlier in the epoch."""
-        return self._pending_images[key] + self.sums.images(key)
-
-    def _room(self, layer: str, probe: Probe) -> int | None:
-        """Return how many further images ``max_images`` allows; None for any number."""
-        limit = self.sampling.max_images
-        if limit is None:
-            return None
-        return max(0, limit - self._images_before((layer, probe.kind)))
-
-    def _keep(
-        self, probe: Probe, measured: Mapping[str, Tensor | Pattern], call: Attention | ForwardCall
-    ) -> None:
-        """Keep the measurements of a call, with the maps of chosen images,
-        until the forward ends.
-        """
-        if not measured:
-            return
-        layer, patterns, values, images = call.name, {}, {}, 0
-        for name, value in measured.items():
-            if isinstance(value, Pattern):
-                patterns[name] = replace(value, size=self.forwards.image_size)
-                images = images or value.batch
-            else:
-                # Images beyond max_images are numbered, but not added to the sums.
-                values[name], images = value[: call.limit], len(value)
-        if isinstance(call, Attention) and values and "cell_pixels" in probe.variables:
-            side = self._cell_sides[layer]
-            if side is None:
-                self.note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
-            else:
-                device = next(iter(values.values())).device
-                values["cell_pixels"] = torch.full((images,), side, device=device)[: call.limit]
-        key = layer, probe.kind
-        # A layer may be called with other rows than the forward has images, as in a model of
-        # windows.
-        before, batch = self._images_before(key), images
-        if self.forwards.batch:
-            before, batch = self.forwards.before, self.forwards.batch
-        self._pending_images[key] += images
-        numbers: Sequence[int] = ()
-        maps: Mapping[str, Tensor] = {}
-        if probe.maps is not None:
-            numbers, maps = self._maps(probe, call, images, before, batch)
-        self._pending.append(
-            Measured(layer, call.module, probe, values, patterns, batch, before, numbers, maps)
-        )
-
-    def _maps(
-        self, probe: Probe, call: Attention | ForwardCall, images: int, before: int, batch: int
-    ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
-        """Return the numbers in the forward of the chosen images, and their maps;
-        note why there are none. The call has ``images`` images, and the forward ``batch``.
-        """
-        assert probe.maps is not None
-        layer, without_maps = call.name, ""
-        reason = call.layout.reason if isinstance(call, Attention) else ""
-        numbers: Sequence[int] = range(images)
-        if self.forwards.batch and isinstance(call, Attention):
-            numbers, without_maps = call.image_numbers or (), call.without_maps
-            # A layer without a grid has no maps of any image.
-            if without_maps and call.layout.keys is None:
-                without_maps = reason
-        elif images != batch:
-            numbers, without_maps = (), f"it has {images} rows for {batch} images"
-        # The maps of a layer that is called twice in a forward are those of its first call.
-        taken = {
-            number
-            for measured in self._pending
-            if (measured.layer, measured.probe) == (layer, probe)
-            for number in measured.numbers
-        }
-        wanted = {
-            number - before
-            for number in self.map_images[probe.kind]
-            if number - before not in taken
-        }
-        rows = [row for row, number in enumerate(numbers[: call.limit]) if number in wanted]
-        if not rows:
-            if without_maps and wanted.intersection(range(batch)):
-                self.note_missing(layer, probe.image_variables, without_maps)
-            return (), {}
-        maps = probe.maps(call, rows)
-        if MAPS_BY_CLASS in maps:
-            # The classifier may have been replaced since the first check.
-            self.sampling.check_classes(maps[MAPS_BY_CLASS].shape[1])
-        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the
-        # reason.
-        if reason:
-            lacking = probe.image_variables - maps.keys()
-            lacking -= probe.class_variables if maps else set()
-            self.note_missing(layer, lacking, reason)
-        return [numbers[row] for row in rows], maps
-
-    def _cell_pixels(self, attention: Attention) -> float | None:
-        """Return the side of a cell in pixels of the input;
-        None if it is unknown, or cells are not square.
-        """
-        # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of
-        # the batch.
-        shapes = self.forwards.image_size
-        size: Sequence[int] | None = self.stream.image_size
-        if size is None:
-            size = next((shape for shape in shapes if len(shape) > 2), None)
-        # A model that crops, pads or resizes images embeds others than it gets.
-        elif not any(size in (shape[-2:], shape[:2]) for shape in shapes):
-            return None
-        if size is None or attention.cells is None:
-            return None
-        (height, width), (rows, columns) = size[-2:], attention.cells
-        return height / rows if height * columns == width * rows else None
 
     def _add_maps(self, measured: Measured, output: Any) -> None:
         probe, layer, maps = measured.probe, measured.layer, measured.maps

@@ -115,7 +115,7 @@ def _map_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[Lay
     """
     sampling, entries = collector.sampling, []
     for key, layer in collector.layers.items():
-        probe, numbers = layer.probe, collector.map_images[layer.probe.kind]
+        probe, numbers = layer.probe, sampling.images_of(layer.probe)
         variables: dict[str, dict[str, Variable]] = {}
         values: dict[str, dict[str, np.ndarray]] = {}
         for number, arrays in sums[key].maps.items():

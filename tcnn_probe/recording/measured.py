@@ -1,17 +1,20 @@
-"""Values of a forward: what a probe has measured of a layer, checked, before it is added up."""
+"""Values of a forward: what probes have measured of its layers, before they are added up."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.probes import Probe
+from tcnn_probe.probes import ForwardCall, Probe
+from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.options import Sampling
 
-__all__ = ["MAPS_BY_CLASS", "Key", "Measured", "check_measured", "select_classes"]
+__all__ = ["MAPS_BY_CLASS", "ForwardValues", "Key", "Measured", "check_measured", "select_classes"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 Key = tuple[str, str]  # layer and kind of probe
@@ -19,6 +22,7 @@ MAPS_BY_CLASS = "attention_by_class"
 """Variable with maps of all classes when it is measured,
 and only of the chosen classes when it is recorded.
 """
+UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,139 @@ class Measured:
         for value in self.values.values():
             return len(value)
         return max(pattern.batch for pattern in self.patterns.values())
+
+
+class ForwardValues:
+    """Values of a forward that has not ended yet.
+
+    Attributes:
+        measured: Measurements so far.
+
+    Args:
+        forwards: Count of the forwards, with the images of this one.
+        sampling: Images to measure, and those whose maps are kept.
+        seen: Function that returns the number of images of a layer before this forward.
+        note_missing: Function that notes why a layer lacks variables.
+    """
+
+    def __init__(
+        self,
+        forwards: ForwardCounter,
+        sampling: Sampling,
+        seen: Callable[[Key], int],
+        note_missing: Callable[[str, Iterable[str], str], None],
+    ) -> None:
+        self.measured: list[Measured] = []
+        self._forwards = forwards
+        self._sampling = sampling
+        self._seen = seen
+        self._note_missing = note_missing
+        self._images: Counter[Key] = Counter()
+        self._mapped: dict[Key, set[int]] = {}
+        self._cell_sides: dict[str, float | None] = {}
+
+    def room(self, layer: str, probe: Probe) -> int | None:
+        """Return how many further images ``max_images`` allows; None for any number."""
+        limit = self._sampling.max_images
+        return None if limit is None else max(0, limit - self._images_before((layer, probe.kind)))
+
+    def _images_before(self, key: Key) -> int:
+        """Return the number of images that the layer has seen earlier in the epoch."""
+        return self._images[key] + self._seen(key)
+
+    def note_cells(self, attention: Attention, embedded: Sequence[int] | None) -> None:
+        """Note the side of a layer's cells in pixels of the input, if they are square.
+
+        Args:
+            attention: Attention of the layer.
+            embedded: Size of the images that the model embeds; None if it is unknown.
+        """
+        # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of
+        # the batch.
+        shapes, cells = self._forwards.image_size, attention.cells
+        size = embedded or next((shape for shape in shapes if len(shape) > 2), None)
+        # A model that crops, pads or resizes images embeds others than it gets.
+        is_input = not embedded or any(embedded in (shape[-2:], shape[:2]) for shape in shapes)
+        side = None
+        if size is not None and cells is not None and is_input:
+            (height, width), (rows, columns) = size[-2:], cells
+            side = height / rows if height * columns == width * rows else None
+        self._cell_sides[attention.name] = side
+
+    def keep(
+        self, probe: Probe, measured: Mapping[str, Tensor | Pattern], call: Attention | ForwardCall
+    ) -> None:
+        """Keep what a probe has measured of a call, with the maps of chosen images."""
+        if not measured:
+            return
+        layer, patterns, values, images = call.name, {}, {}, 0
+        for name, value in measured.items():
+            if isinstance(value, Pattern):
+                patterns[name] = replace(value, size=self._forwards.image_size)
+                images = images or value.batch
+            else:
+                # Images beyond max_images are numbered, but not added to the sums.
+                values[name], images = value[: call.limit], len(value)
+        if isinstance(call, Attention) and values and "cell_pixels" in probe.variables:
+            side = self._cell_sides[layer]
+            if side is None:
+                self._note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
+            else:
+                device = next(iter(values.values())).device
+                values["cell_pixels"] = torch.full((images,), side, device=device)[: call.limit]
+        key = layer, probe.kind
+        # A layer may be called with other rows than the forward has images, as in a model of
+        # windows.
+        before, batch = self._images_before(key), images
+        if self._forwards.batch:
+            before, batch = self._forwards.before, self._forwards.batch
+        self._images[key] += images
+        numbers: Sequence[int] = ()
+        maps: Mapping[str, Tensor] = {}
+        if probe.maps is not None:
+            numbers, maps = self._maps(probe, call, images, before, batch)
+        self.measured.append(
+            Measured(layer, call.module, probe, values, patterns, batch, before, numbers, maps)
+        )
+
+    def _maps(
+        self, probe: Probe, call: Attention | ForwardCall, images: int, before: int, batch: int
+    ) -> tuple[Sequence[int], Mapping[str, Tensor]]:
+        """Return the numbers in the forward of the chosen images, and their maps;
+        note why there are none. The call has ``images`` images, and the forward ``batch``.
+        """
+        assert probe.maps is not None
+        layer, without_maps = call.name, ""
+        reason = call.layout.reason if isinstance(call, Attention) else ""
+        numbers: Sequence[int] = range(images)
+        if self._forwards.batch and isinstance(call, Attention):
+            numbers, without_maps = call.image_numbers or (), call.without_maps
+            # A layer without a grid has no maps of any image.
+            if without_maps and call.layout.keys is None:
+                without_maps = reason
+        elif images != batch:
+            numbers, without_maps = (), f"it has {images} rows for {batch} images"
+        # The maps of a layer that is called twice in a forward are those of its first call.
+        mapped = self._mapped.setdefault((layer, probe.kind), set())
+        wanted = {number - before for number in self._sampling.images_of(probe)} - mapped
+        rows = [row for row, number in enumerate(numbers[: call.limit]) if number in wanted]
+        if not rows:
+            if without_maps and wanted.intersection(range(batch)):
+                self._note_missing(layer, probe.image_variables, without_maps)
+            return (), {}
+        maps = probe.maps(call, rows)
+        if MAPS_BY_CLASS in maps:
+            # The classifier may have been replaced since the first check.
+            self._sampling.check_classes(maps[MAPS_BY_CLASS].shape[1])
+        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the
+        # reason.
+        if reason:
+            lacking = probe.image_variables - maps.keys()
+            lacking -= probe.class_variables if maps else set()
+            self._note_missing(layer, lacking, reason)
+        numbers = [numbers[row] for row in rows]
+        mapped.update(numbers)
+        return numbers, maps
 
 
 def check_measured(

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from tcnn_probe.models import image_numbers, whole_number
+from tcnn_probe.probes import Probe
 from tcnn_probe.schema import COORDINATES
 from tcnn_probe.storage.root import OWN_ATTRIBUTES
 
@@ -77,6 +78,10 @@ class Sampling:
     def plain_classes(self) -> int | list[int] | None:
         """The classes in the form in which users give them and recordings store them."""
         return list(self.classes) or self.top_classes or None
+
+    def images_of(self, probe: Probe) -> tuple[int, ...]:
+        """Return the numbers of the images whose maps by this probe are kept."""
+        return self.images if probe.images is None else probe.images
 
     def check_classes(self, count: int) -> None:
         """Raise ValueError if an index is not below the number of classes of a layer."""

@@ -162,6 +162,7 @@ def test_reasons_and_layers_are_in_the_order_of_the_model(
     assert recorder.layers == tuple(dataset.layer.values) == layers
     for missing in (recorder.missing, json.loads(dataset.attrs["missing"])):
         assert "attention_distance" in missing
+        assert [*missing] == sorted(missing)
         assert {tuple(reasons) for reasons in missing.values()} == {layers}
 
 
