@@ -73,9 +73,9 @@ class FeatureMaps:
         ):
             self._restart()
             self.embedding, self._picture_channels = None, _channels_of(inputs)
-            # Called with NumPy arrays, photographs or paths, the model makes the image itself.
-            may_be_seen = bool(self._picture_channels) or not tensors
-            self.is_seeking = may_be_seen and not self.is_deep
+            # Called with NumPy arrays, photographs or paths, the model makes the image itself. The
+            # views or frames of a deep input are images if it embeds them one by one.
+            self.is_seeking = bool(self._picture_channels) or not tensors or self.is_deep
         self.is_seeking &= not continues
         if is_map and x is not None:
             self.images = len(x)
@@ -131,9 +131,11 @@ class FeatureMaps:
         if not is_image:
             return None
         size = (x.shape[2], x.shape[3])
-        if (self.images, self.size) != (len(x), size):
+        # Layers that join the views or frames of a deep input have a row for each input.
+        images = self.images if self.is_deep else len(x)
+        if (self.images, self.size) != (images, size):
             self._restart()
-            self.images, self.size = len(x), size
+            self.images, self.size = images, size
             self._maps[size] = None
         self._channels = x.shape[1]
         return x

@@ -330,6 +330,40 @@ def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:
         np.testing.assert_allclose(views[variable], expected[variable], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:no maps")
+@pytest.mark.parametrize("frames_first", [True, False])
+def test_views_or_frames_that_are_embedded_one_by_one_are_images(frames_first: bool) -> None:
+    """Layers that join them, such as attention over time, have a row for each place of an input."""
+    net, frames = vit(), 2
+    time = nn.MultiheadAttention(12, HEADS, batch_first=True)
+    batch = pictures(3 * frames).unflatten(0, (3, frames))
+    if not frames_first:
+        batch = batch.transpose(1, 2)
+
+    def divided(net: Any, x: Tensor) -> Tensor:
+        images = (x if frames_first else x.transpose(1, 2)).flatten(0, 1)
+        tokens = net.forward_features(images)
+        over_time = tokens.unflatten(0, (-1, frames)).transpose(1, 2).flatten(0, 1)
+        return model.time(over_time, over_time, over_time, need_weights=False)[0]
+
+    model = Step(net, divided)
+    model.time = time
+    numbers = []
+    for recorded, images in ((model.eval(), batch), (net, pictures(3 * frames))):
+        with tcnn_probe.record(recorded, images=3) as recorder, torch.no_grad():
+            recorded(images)
+            recorder.mark(epoch=0)
+        numbers.append(recorder.dataset)
+        if recorded is model:
+            reasons = recorder.missing["attention_distance"]
+    joined, expected = numbers
+    assert joined.images.sel(epoch=0, layer="time") == 3
+    assert list(reasons) == ["time"]
+    for variable in expected.data_vars:
+        ours = joined[variable].isel(layer=slice(2))
+        np.testing.assert_allclose(ours, expected[variable], rtol=1e-5, err_msg=str(variable))
+
+
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "neighbours": lambda x: x.repeat_interleave(2, 0),
     "repeated": lambda x: x.repeat(2, 1, 1),
