@@ -22,7 +22,8 @@ from tcnn_probe.attribution.layer_choice import (
 )
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall
-from tcnn_probe.hooks.modes import leaves_of, unseen
+from tcnn_probe.hooks.modes import unseen
+from tcnn_probe.images import input_tensors
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["PathLayer", "attention_path"]
@@ -100,7 +101,7 @@ class _SourceTracker(TorchFunctionMode):
 
     def of(self, values: Any) -> Sources:
         """Return the sources of all tensors among values, nested in any way."""
-        return _NOTHING.union(*map(self._of_tensor, _tensors(values)))
+        return _NOTHING.union(*map(self._of_tensor, input_tensors(values)))
 
     def add(self, tensors: Iterable[Tensor], sources: Sources) -> None:
         """Add sources to tensors, and forget that those of new tensors were unknown."""
@@ -126,7 +127,7 @@ class _SourceTracker(TorchFunctionMode):
 
     @unseen
     def _note(self, name: str, inputs: Any, output: Any) -> None:
-        outputs, sources = _tensors(output), self.of(inputs)
+        outputs, sources = input_tensors(output), self.of(inputs)
         if name == "__setitem__":
             outputs = [inputs[0][0]]
         # Writing into a view changes the tensor behind it, and all its other views.
@@ -175,7 +176,7 @@ class _PathListener(AttentionListener):
         """
         inputs = call.inputs
         tracker = self._tracker
-        lost = [tensor for tensor in _tensors(output) if not tracker.knows(tensor)]
+        lost = [tensor for tensor in input_tensors(output) if not tracker.knows(tensor)]
         tracker.add(lost, tracker.of(inputs) | {_UNKNOWN})
         tokens = next((x for x in inputs if isinstance(x, Tensor)), None)
         if tokens is None or tokens.ndim != 3:
@@ -241,7 +242,3 @@ def _check(forward: _PathListener) -> None:
 
 def _known(sources: Sources) -> Sources:
     return sources - {_UNKNOWN}
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of([values]) if isinstance(leaf, Tensor)]

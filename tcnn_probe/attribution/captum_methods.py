@@ -155,12 +155,22 @@ def captum_maps(
             "expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; "
             f"{name!r} gives {got}"
         )
+    if len(attributions) != len(images):
+        raise UnsupportedMethodError(
+            f"{name!r} gives {len(attributions)} maps of {len(images)} images, because the model "
+            "turns each image into several: give the model inside it"
+        )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
     if layer is not None and not layer.matters and not maps.any():
+        advice = (
+            "it depends on no layer, as that of a class whose weights are still zero"
+            if options.get("layer") is None
+            else "in a ViT, only the class token counts behind the last attention. layer=None takes "
+            "the last layer that matters"
+        )
         warnings.warn(
             f"the score does not depend on the map of {name!r}, so that its maps by {cls.__name__} "
-            "are zero: in a ViT, only the class token counts behind the last attention. layer=None "
-            "takes the last layer that matters",
+            f"are zero: {advice}",
             RuntimeWarning,
             stacklevel=2,
         )

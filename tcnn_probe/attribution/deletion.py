@@ -159,9 +159,9 @@ def _curve(
             counts_of_batch = counts[first : first + at_once]
             mixed = torch.cat([torch.where(place < count, new, old) for count in counts_of_batch])
             classes = target[rows].cpu().repeat(len(counts_of_batch))[:, None]
-            logits = class_scores(model, mixed).cpu().double()
-            used = check_score(score, logits.shape[1], "softmax")
-            scores = as_scores(logits, used).gather(1, classes)
+            outputs = class_scores(model, mixed).cpu()
+            used = check_score(score, outputs, "softmax")
+            scores = as_scores(outputs.double(), used).gather(1, classes)
             curve[rows, first : first + len(counts_of_batch)] = scores.view(
                 len(counts_of_batch), len(old)
             ).T

@@ -151,19 +151,15 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
             of_layer = [output for output in outputs.kept if output.module is module]
             tensors = [output.value for output in of_layer if not output.is_map]
             tokens = outputs.tokens(tensors[0]) if tensors else None
-            values = [output.value for output in of_layer]
-            matters = any(
-                gradient is not None and bool(_on_map(gradient, tokens).any())
-                for gradient in _gradients(score, values)
-            )
-            return MapLayer(name, module, fields, tokens, matters)
-        last = outputs.last(score)
-    return MapLayer(
-        last.name,
-        last.module,
-        fields,
-        None if last.is_map else outputs.tokens(last.value),
-    )
+        else:
+            last = outputs.last(score)
+            name, module, of_layer = last.name, last.module, [last]
+            tokens = None if last.is_map else outputs.tokens(last.value)
+        matters = any(
+            gradient is not None and bool(_on_map(gradient, tokens).any())
+            for gradient in _gradients(score, [output.value for output in of_layer])
+        )
+    return MapLayer(name, module, fields, tokens, matters)
 
 
 def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
@@ -176,7 +172,9 @@ def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
     places = [place for place, value in enumerate(values) if value.requires_grad]
     # backward() would add to the gradients of parameters, but grad() does not.
     gradients = (
-        torch.autograd.grad(score, [values[place] for place in places], allow_unused=True)
+        torch.autograd.grad(
+            score, [values[place] for place in places], retain_graph=True, allow_unused=True
+        )
         if places
         else ()
     )

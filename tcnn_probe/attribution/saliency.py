@@ -232,11 +232,14 @@ def saliency(
     labelled, unsupported = {}, {}
     with untouched(model), calls_given(model, inputs):
         coords: dict[str, Any] = {"image": range(len(images))}
-        no_score: NoScoreError | None = None
+        no_score: NoScoreError | TypeError | None = None
         try:
             targets, score = find_targets(model, images, target, batch_size, score, default="logit")
             coords["target"] = "image", targets.numpy()
-        except NoScoreError as error:
+        except (NoScoreError, TypeError) as error:
+            # A model that returns no tensor (B, K), such as one of transformers without a head.
+            if isinstance(error, TypeError) and target is not None:
+                raise
             # Attention is the same for all targets.
             targets, score, no_score = torch.zeros(len(images)).long(), "logit", error
         with (
@@ -301,13 +304,14 @@ def find_targets(
         predictions = []
         for _, batch in batches(model, images, batch_size):
             scores = class_scores(model, batch)
-            used = check_score(score, scores.shape[1], default)
+            used = check_score(score, scores, default)
             predictions.append(scores.argmax(1).cpu())
         return torch.cat(predictions), used
-    classes = class_scores(model, next(batches(model, images, batch_size))[1]).shape[1]
+    scores = class_scores(model, next(batches(model, images, batch_size))[1])
+    classes = scores.shape[1]
     if default == "logit":  # who names the only output wants to explain it as it is
         score = score or "logit"
-    used = check_score(score, classes, default)
+    used = check_score(score, scores, default)
     features = " (features, as the model has num_classes=0)" * (
         getattr(model, "num_classes", None) == 0
     )

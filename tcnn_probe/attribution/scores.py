@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from tcnn_model.outputs import scores_of
@@ -22,10 +23,11 @@ class NoScoreError(UnsupportedMethodError):
     """The model gives no score of a class, or it is unknown what its single output means."""
 
 
-def check_score(score: Score | None, classes: int, default: Score) -> Score:
-    """Return the score to use for a model with this number of outputs;
+def check_score(score: Score | None, outputs: Tensor, default: Score) -> Score:
+    """Return the score to use for a model with such outputs, shape (B, K);
     None is the default, if there are classes.
     """
+    classes = outputs.shape[1]
     if score not in (None, *get_args(Score)):
         raise ValueError(f"expected score= to be one of {get_args(Score)}, got {score!r}")
     if classes == 1 and score in (None, "softmax"):
@@ -34,7 +36,17 @@ def check_score(score: Score | None, classes: int, default: Score) -> Score:
             "softmax is always 1: say what the number is, with score='sigmoid' (of two classes) or "
             f"score='logit' (the number itself, as in regression); got score={score!r}"
         )
-    return score or default
+    used = score or default
+    # Each probability is rounded once; those of a softmax have a few more rounding errors.
+    tolerance = 8 * torch.finfo(outputs.dtype).eps
+    from_one = outputs.double().sum(1).sub(1).abs()
+    is_distribution = bool((outputs.ge(0).all(1) & from_one.le(tolerance)).all())
+    if used == "softmax" and is_distribution:
+        raise ValueError(
+            "the model gives probabilities, whose softmax is nearly the same for all classes: "
+            "score='logit' takes its outputs as they are"
+        )
+    return used
 
 
 def check_head(model: nn.Module) -> None:

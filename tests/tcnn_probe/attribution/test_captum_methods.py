@@ -197,9 +197,8 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     ids=["convnext", "resnet", "patchconvnet", "one block"],
 )
 def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) -> None:
-    assert (
-        tcnn_probe.saliency(make(), torch.rand(1, *size), method="gradcam").attrs["layer"] == layer
-    )
+    maps = tcnn_probe.saliency(make(), torch.rand(1, *size), 1, method="gradcam")
+    assert maps.attrs["layer"] == layer
 
 
 # Windows of 7 x 7 on 14 x 21 and then 7 x 10 tokens: the last ones are padded.

@@ -64,6 +64,22 @@ def test_saliency_explains_the_probability(score: Any) -> None:
     assert (maps.units, maps.score) == (f"{score} of the class", score)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_softmax_of_probabilities_is_refused(dtype: torch.dtype) -> None:
+    plain, model = Linear().to(dtype), Linear().to(dtype)
+    model.forward = lambda x: plain(x).softmax(1)
+    images, targets = IMAGES.to(dtype), torch.full((3,), 2)
+    with pytest.raises(ValueError, match="gives probabilities.*score='logit'"):
+        deletion_curve(model, images, MAPS, targets, steps=3)
+    for options in ({}, {"score": "softmax"}):
+        with pytest.raises(ValueError, match="gives probabilities.*score='logit'"):
+            tcnn_probe.faithfulness(model, images, {"mine": MAPS}, steps=3, **options)
+    _, curves = deletion_curve(model, images, MAPS, targets, steps=3, score="logit")
+    _, expected = deletion_curve(plain, images, MAPS, targets, steps=3)
+    rounding = 8 * torch.finfo(dtype).eps
+    np.testing.assert_allclose(curves, expected, atol=rounding)
+
+
 def without_head() -> nn.Module:
     return transformer("deit_tiny_patch16_224", num_classes=0)
 
@@ -130,6 +146,33 @@ def test_a_layer_that_does_not_matter_is_said(layer: str) -> None:
         if "other" not in values.dims:
             assert values.sel(attribution="late").isnull().all(), name
             assert values.sel(attribution="early").notnull().all(), name
+
+
+def test_a_score_that_depends_on_no_layer_is_said() -> None:
+    model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
+    nn.init.zeros_(model.head.weight)
+    with pytest.warns(RuntimeWarning, match="it depends on no layer"):
+        assert not tcnn_probe.saliency(model, images, method="gradcam").any()
+
+
+def test_layer_maps_of_views_are_refused() -> None:
+    model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
+    forward = model.forward
+    model.forward = lambda x: forward(torch.cat([x, x.flip(-1)])).unflatten(0, (2, -1)).mean(0)
+    with pytest.raises(ValueError, match=r"4 maps of 2 images.*turns each image into several"):
+        tcnn_probe.saliency(model, images, method="gradcam")
+
+
+@pytest.mark.parametrize("method", ["class_attention", "rollout"])
+def test_attention_needs_no_tensor_of_scores(method: str) -> None:
+    model, images = without_head(), torch.randn(2, 3, *SIZE)
+    expected = tcnn_probe.saliency(model, images, method=method)
+    forward = model.forward
+    model.forward = lambda x: SimpleNamespace(pooler_output=forward(x))
+    maps = tcnn_probe.saliency(model, images, method=method)
+    np.testing.assert_array_equal(maps, expected)
+    with pytest.raises(TypeError, match="pass Scores"):
+        tcnn_probe.saliency(model, images, 1, method=method)
 
 
 @pytest.mark.parametrize(
