@@ -14,7 +14,9 @@ from tcnn_probe.attention.place_rules import (
     Call,
     Places,
     agreed,
+    are_channels,
     contracted,
+    contracted_last,
     function_name,
     is_transpose,
     nowhere,
@@ -25,7 +27,10 @@ from tcnn_probe.attention.place_rules import (
 )
 from tcnn_probe.hooks.kernel_calls import is_kernel
 
-__all__ = ["CarriedNumbers"]
+__all__ = ["CHANNELS", "CarriedNumbers"]
+
+# In the table of keys, for a product whose keys are channels, not tokens.
+CHANNELS = torch.tensor([-torch.inf], dtype=torch.float64, device="cpu")
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 _FILLED = ("zeros", "ones", "full", "empty", "rand", "randn")
@@ -87,6 +92,8 @@ class CarriedNumbers:
         # was computed.
         if name == "softmax":
             keys = self._keys.get(inputs[0])
+            if keys is CHANNELS:
+                return None, CHANNELS
             return self.of(inputs[0]), None if keys is None else keys[:, None]
         queries, keys = (self.of(tokens) for tokens in inputs[:2])
         if is_kernel(func) and "scaled_dot_product" not in name:
@@ -187,6 +194,9 @@ class CarriedNumbers:
         """Follow a transpose of logits, as Grounding DINO uses them
         in both directions between image and text.
         """
+        if self._keys[logits] is CHANNELS:
+            self._keys[transpose] = CHANNELS
+            return
         queries = places_of_tokens(self.of(logits))
         self._places[transpose] = self._keys[logits][:, None].expand(transpose.shape)
         if queries is not None:
@@ -197,6 +207,9 @@ class CarriedNumbers:
         if name in _PRODUCTS and len(call.inputs) == 2:
             # The second operand is (..., d, N_key), except in einsum, where it may be (..., N_key,
             # d).
+            if not self._of_rows and are_channels(contracted_last(call)):
+                self._keys[output] = CHANNELS
+                return
             operand = call.places[1]
             if operand is not None and name != "einsum":
                 operand = operand.mT

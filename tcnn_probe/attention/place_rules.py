@@ -19,7 +19,9 @@ __all__ = [
     "Call",
     "Places",
     "agreed",
+    "are_channels",
     "contracted",
+    "contracted_last",
     "function_name",
     "is_transpose",
     "nowhere",
@@ -308,6 +310,31 @@ def places_of_tokens(places: Places) -> Places:
     while places is not None and places.ndim > 2:
         places = places[0]
     return None if places is None else unexpanded(places).nanmean(-1).expand(len(places))
+
+
+def contracted_last(call: Call) -> Places:
+    """Return the places of a product's first operand, with the axis that the product sums last."""
+    places, equation = call.places[0], call.args[0]
+    if function_name(call.func) != "einsum":
+        return places
+    if places is None or not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    operands, result = equation.replace(" ", "").split("->")
+    first = operands.split(",")[0]
+    summed = [axis for axis, label in enumerate(first) if label not in result]
+    return places.movedim(summed, [*range(-len(summed), 0)])
+
+
+def are_channels(places: Places) -> bool:
+    """Return whether the vectors (..., n, d) of the first image and head are channels, each of them
+    over all tokens.
+    """
+    while places is not None and places.ndim > 2:
+        places = places[0]
+    if places is None or len(places) < 2:
+        return False
+    slim = unexpanded(places).nan_to_num(-1)
+    return bool((slim == slim[:1]).all() and (slim != slim[:, :1]).any())
 
 
 def pixel_numbers(count: int) -> Tensor:

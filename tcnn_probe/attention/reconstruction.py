@@ -32,6 +32,7 @@ from tcnn_probe.hooks.interception import (
 from tcnn_probe.models import split_weights
 
 __all__ = [
+    "BETWEEN_CHANNELS",
     "NoTokenAttentionError",
     "ReconstructionError",
     "ValueProductTracker",
@@ -51,7 +52,7 @@ __all__ = [
 _QUERIES_TO_CHECK = 64
 # With more runs of tokens than these, an index is faster.
 _FEW_RUNS = 8
-_BETWEEN_CHANNELS = "attention between channels, not between tokens"
+BETWEEN_CHANNELS = "attention between channels, not between tokens"
 Key = TypeVar("Key")
 
 # In half precision, fused kernels also round the attention before it is multiplied with the values.
@@ -104,11 +105,11 @@ def softmax_attention_of(
     rows, heads, queries, keys = logits.shape
     # A pool is recognised by its class, because it can have as many classes as patches.
     if queries == keys and not is_in_pool(running) and is_between_channels(keys, heads, inputs):
-        raise NoTokenAttentionError(_BETWEEN_CHANNELS)
+        raise NoTokenAttentionError(BETWEEN_CHANNELS)
     if seen.value is not None:
         columns = seen.value.shape[-1]
         if columns in tokens_if_channels(logits.shape, running):
-            raise NoTokenAttentionError(_BETWEEN_CHANNELS)
+            raise NoTokenAttentionError(BETWEEN_CHANNELS)
     # If the rows are not a multiple of the images, for example because a model selects some, each
     # row is an image. So is each row of texts, of which there can be more than images.
     if not images or rows % images:
@@ -457,7 +458,7 @@ class ValueProductTracker(Generic[Key]):
             for operand, values in product.pairs:
                 if softmax.is_in(operand, heads=has_heads):
                     is_channels = values.shape[-1] in tokens
-                    reasons[key] = _BETWEEN_CHANNELS if is_channels else self._objection(values)
+                    reasons[key] = BETWEEN_CHANNELS if is_channels else self._objection(values)
                     break
         for key in reasons:
             del self.waiting[key]

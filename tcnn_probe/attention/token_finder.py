@@ -23,6 +23,7 @@ from tcnn_probe.attention.layout import (
 )
 from tcnn_probe.attention.place_rules import Places
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.attention.reconstruction import BETWEEN_CHANNELS, NoTokenAttentionError
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import find_layout
 from tcnn_probe.attention.token_order import (
@@ -51,6 +52,7 @@ class _LayerFacts:
     Attributes:
         arrangement: Places of words and patches among the keys; None without words.
         queries_are_words: Whether the queries are words.
+        are_channels: Whether queries and keys are channels, not tokens.
         objections: Reasons why the queries and the keys are not in the order of their grids; "" if
             they are.
         copies: Number of rows that an image has, if the model has multiplied its tokens.
@@ -60,6 +62,7 @@ class _LayerFacts:
 
     arrangement: Arrangement | None = None
     queries_are_words: bool = False
+    are_channels: bool = False
     objections: tuple[str, str] = ("", "")
     copies: int = 1
     without_maps: str | None = None
@@ -164,6 +167,7 @@ class TokenFinder:
         if self._places is not None:
             facts.arrangement = arrangement_of(self._places.keys)
             facts.queries_are_words = are_words(self._places.queries)
+            facts.are_channels = self._places.are_channels
         return facts.queries_are_words
 
     def images_of(self, layer: str, running: Running) -> int | None:
@@ -192,8 +196,13 @@ class TokenFinder:
     ) -> Layout:
         """Return the layout of a softmax, see :func:`find_layout`,
         without grids that contradict the tracked places.
+
+        Raises:
+            NoTokenAttentionError: Queries and keys are channels.
         """
         facts = self._facts[self._call, layer]
+        if facts.are_channels:
+            raise NoTokenAttentionError(BETWEEN_CHANNELS)
         layout = find_layout(
             queries,
             keys,

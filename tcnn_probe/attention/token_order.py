@@ -30,12 +30,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.architectures.lookup import as_rows
-from tcnn_probe.attention.carried_numbers import CarriedNumbers
+from tcnn_probe.attention.carried_numbers import CHANNELS, CarriedNumbers
 from tcnn_probe.attention.layout import Arrangement, Tokens
 from tcnn_probe.attention.place_rules import (
     ATTENTION_FUNCTIONS,
     Call,
     Places,
+    are_channels,
     function_name,
     pixel_numbers,
     places_of_tokens,
@@ -167,6 +168,8 @@ class PlaceTracker(TorchFunctionMode):
             error; "" if none.
         queries, keys: Places of the queries and keys of the attention that torch is computing,
             shapes (N_query,) and (N_key,), for the first image and head; None if these are unknown.
+        are_channels: Whether these queries and keys are channels, whose products are sums over
+            tokens.
 
     Args:
         inputs: Tensors among the inputs of the model. Tensors (B, C, H, W) are images, and tensors
@@ -193,6 +196,7 @@ class PlaceTracker(TorchFunctionMode):
         self.failure = ""
         self.queries: Places = None
         self.keys: Places = None
+        self.are_channels = False
         self._rows: Places = None
         self._pixels = CarriedNumbers()
         # Each view has a random number here, so that a mean over several views is the number of
@@ -365,12 +369,17 @@ class PlaceTracker(TorchFunctionMode):
     ) -> None:
         """Find the places of queries and keys before torch computes attention."""
         self.queries = self.keys = self._rows = None
+        self.are_channels = False
         name = function_name(func)
         if name != "softmax" and name not in ATTENTION_FUNCTIONS and not is_kernel(func):
             return
         with self._noting_failures(name):
             inputs = tensors_in((*args, *kwargs.values()))
             queries, keys = self._pixels.sides(func, inputs)
+            is_fused = name != "softmax"
+            self.are_channels = keys is CHANNELS or (is_fused and are_channels(queries))
+            if self.are_channels:
+                return
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
             self._rows = self._views_of.sides(func, inputs)[0]
 

@@ -165,8 +165,8 @@ def captum_maps(
         advice = (
             "it depends on no layer, as that of a class whose weights are still zero"
             if options.get("layer") is None
-            else "in a ViT, only the class token counts behind the last attention. layer=None takes "
-            "the last layer that matters"
+            else "in a ViT, only the class token counts behind the last attention. layer=None "
+            "takes the last layer that matters"
         )
         warnings.warn(
             f"the score does not depend on the map of {name!r}, so that its maps by {cls.__name__} "

@@ -270,7 +270,8 @@ class Channels(nn.Module):
         if self.how == "fused":
             out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         else:
-            attention = self.attend(q @ k.mT)
+            logits = torch.einsum("bhin,bhjn->bhij", q, k) if self.how == "einsum" else q @ k.mT
+            attention = self.attend(logits)
             out = attention @ v
             if self.how == "einsum":
                 out = torch.einsum("bhij,bhjn->bhin", attention, v)
@@ -292,15 +293,42 @@ class Crossed(nn.Module):
         return self.tokens(x, x, x)[0]
 
 
+@pytest.mark.parametrize("size", [(12, 44), (4, 28)])  # 33 and 7 tokens
 @pytest.mark.parametrize("how", ["product", "einsum", "fused"])
-def test_attention_between_channels_of_wide_heads(how: str) -> None:
+def test_attention_between_channels_of_wide_heads(how: str, size: tuple[int, int]) -> None:
+    """Heads have 7 channels, which can be as many as there are tokens."""
     model = Crossed(how).eval()
-    recorder = recorded(model, torch.randn(2, 3, 12, 44))
+    recorder = recorded(model, torch.randn(2, 3, *size))
     assert recorder.layers == ("tokens",)
     reasons = dict.fromkeys(("on_grid", "in_sequence"), "attention between channels")
     assert recorder.unsupported.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in recorder.unsupported[name]
+
+
+class ChannelsOfTheImage(nn.Module):
+    """Attention between the channels of a map (DANet), in the module that gets the image, and then
+    between its cells.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 7, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2)
+        energy = torch.bmm(x, x.permute(0, 2, 1))
+        energy = energy.amax(-1, keepdim=True).expand_as(energy) - energy
+        x = x + torch.bmm(energy.softmax(-1), x)
+        return (x.mT @ x).softmax(-1) @ x.mT
+
+
+@pytest.mark.parametrize("size", [(12, 44), (4, 28)])
+def test_attention_between_channels_of_the_image(size: tuple[int, int]) -> None:
+    recorder = recorded(ChannelsOfTheImage().eval(), torch.randn(2, 3, *size))
+    assert recorder.unsupported == {"": "attention between channels, not between tokens"}
+    assert recorder.layers == ("#1",)
+    assert recorder.dataset.attention_distance.notnull().all()
 
 
 class NestedAttention(nn.Module):

@@ -69,10 +69,10 @@ def test_a_softmax_of_probabilities_is_refused(dtype: torch.dtype) -> None:
     plain, model = Linear().to(dtype), Linear().to(dtype)
     model.forward = lambda x: plain(x).softmax(1)
     images, targets = IMAGES.to(dtype), torch.full((3,), 2)
-    with pytest.raises(ValueError, match="gives probabilities.*score='logit'"):
+    with pytest.raises(ValueError, match=r"gives probabilities.*score=.logit"):
         deletion_curve(model, images, MAPS, targets, steps=3)
     for options in ({}, {"score": "softmax"}):
-        with pytest.raises(ValueError, match="gives probabilities.*score='logit'"):
+        with pytest.raises(ValueError, match=r"gives probabilities.*score=.logit"):
             tcnn_probe.faithfulness(model, images, {"mine": MAPS}, steps=3, **options)
     _, curves = deletion_curve(model, images, MAPS, targets, steps=3, score="logit")
     _, expected = deletion_curve(plain, images, MAPS, targets, steps=3)
