@@ -139,10 +139,15 @@ def finetune(
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
-    if len(train_loader) == 0 or len(val_loader) == 0:
-        raise ValueError(
-            f"empty loader: {len(train_loader)} training and {len(val_loader)} validation batches"
-        )
+    try:
+        steps, val_batches = len(train_loader), len(val_loader)
+    except TypeError as error:
+        raise TypeError(
+            "expected loaders with a length, of which schedules are made, as DataLoader has one "
+            f"unless its data set is an IterableDataset without __len__: {error}"
+        ) from error
+    if not steps or not val_batches:
+        raise ValueError(f"empty loader: {steps} training and {val_batches} validation batches")
     if seed is not None:
         check_repeatable(train_loader)
     rates: dict[str, Any] = {
@@ -307,8 +312,13 @@ def _checked(batch: Any, soft: bool) -> tuple[Tensor, Tensor]:
     given = f"{targets.dtype} of shape {tuple(targets.shape)}"
     if targets.ndim == 2:
         given += f", whose rows sum to {sums.min():g} to {sums.max():g}"
-    raise ValueError(
-        f"expected targets to be {expected}, got {given}: for labels of several classes "
-        "(multi-hot), which need a binary cross-entropy, use a loop of your own with "
-        "tcnn_model.parameter_groups"
-    )
+    if targets.ndim == 1:
+        advice = "give labels.long()"
+    elif targets.ndim == 2 and targets.shape[1] == 1:
+        advice = "give labels[:, 0].long()"
+    else:
+        advice = (
+            "for labels of several classes (multi-hot), which need a binary cross-entropy, use a "
+            "loop of your own with tcnn_model.parameter_groups"
+        )
+    raise ValueError(f"expected targets to be {expected}, got {given}: {advice}")

@@ -351,6 +351,8 @@ def test_empty_loaders_are_refused() -> None:
         finetune(tiny_cnn(), batches(0, shuffle=False), batches())
     with pytest.raises(ValueError, match="empty loader: 3 training and 0 validation batches"):
         finetune(tiny_cnn(), batches(), batches(0, shuffle=False))
+    with pytest.raises(TypeError, match=r"loaders with a length.*'generator'"):
+        finetune(tiny_cnn(), (batch for batch in batches()), batches())
 
 
 def test_drop_path_is_refused_for_a_model_without_it() -> None:
@@ -393,8 +395,8 @@ def _one_hot(labels: torch.Tensor) -> torch.Tensor:
             "rows sum to 2 to 2: for labels of several classes",
         ),
         (lambda x, y: (x, 0.0 * _one_hot(y)), ValueError, "rows sum to 0 to 0"),
-        (lambda x, y: (x, y.float()), ValueError, r"float32 of shape \(4,\)"),
-        (lambda x, y: (x, y[:, None]), ValueError, r"shape \(4, 1\)"),
+        (lambda x, y: (x, y.float()), ValueError, r"float32 of shape \(4,\): give labels.long\(\)"),
+        (lambda x, y: (x, y[:, None]), ValueError, r"shape \(4, 1\).*give labels\[:, 0\]"),
         (
             lambda x, y: (x, 2 * _one_hot(y) - _one_hot((y + 1) % CLASSES)),
             ValueError,
