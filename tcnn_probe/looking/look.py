@@ -111,8 +111,8 @@ def look(
         FileNotFoundError: There is no such file or folder.
         TypeError: ``model`` is neither a module nor a name, or a module is to be moved.
     """
+    page = None if path is None else _page(path)
     subject = _Subject.of(model, photographs, weights, size, limit, shown, masks, device, dtype)
-    page = None if path is None else Path(path)
     tree = _recording(subject, page, whole_number(batch_size, "batch_size", 1), progress)
     if page is not None and _is_first_rank():
         _write_page({subject.name: tree}, page, subject, max_mb)
@@ -139,7 +139,7 @@ def compare(
     Returns:
         The recordings by name.
     """
-    page = Path(path)
+    page = _page(path)
     trees: dict[str, xr.DataTree] = {}
     for model, weights in models:
         subject = _Subject.of(model, photographs, weights, **options)
@@ -151,6 +151,14 @@ def compare(
     if _is_first_rank():
         _write_page(trees, page, subject, max_mb)
     return trees
+
+
+def _page(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a page, before photographs are looked at for it."""
+    page = Path(path)
+    if not page.name or page.is_dir():
+        raise ValueError(f"expected the file of a page, such as page.html, got the folder {path}")
+    return page
 
 
 def file_name(name: str) -> str:

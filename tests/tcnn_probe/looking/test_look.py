@@ -309,6 +309,10 @@ def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "a.png").write_bytes(b"no")
+    code, text = errors("resnet10t", folder, "-o", str(tmp_path / "empty"), "--random")
+    assert code == 2
+    assert "expected the file of a page, such as page.html, got the folder" in text
+    assert not (tmp_path / "empty.zarr").exists()
     code, text = errors("resnet10t", folder, "-o", page, "--random", "--limit", "2")
     assert code == 3
     assert "reparameterize" in text
