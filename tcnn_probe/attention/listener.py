@@ -26,7 +26,7 @@ class AttentionListener:
     may_edit = False
     """True if :meth:`attends` may return edits to a stream."""
 
-    layer = ""
+    layer: str
     """Name of the layer, for errors of an editor."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:

@@ -4,7 +4,7 @@ which define how attention of a layer and its gates are edited.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -49,6 +49,7 @@ Heads = tuple[int, ...] | slice
 """Heads of a layer: indices, or a slice of all its heads."""
 
 
+@dataclass(eq=False)
 class Ablated(AttentionListener):
     """Ablated heads of one layer: the base class of all kinds,
     which define their edit in :meth:`edit`.
@@ -64,6 +65,12 @@ class Ablated(AttentionListener):
             if it cannot be ablated.
         count: Number of heads of the layer, if it is known.
         source: Layer whose heads replace these, for mode "replaced".
+        reference: Statistics over given images; None for kinds that need none.
+        radius: Distance in patches, for modes "local" and "distant".
+        grids: Places of the model's tokens, if only the queries of patches are ablated; else None.
+        has_run: Whether the layer has run.
+        has_attended: Whether it has computed the attention whose heads are ablated.
+        reason: Reason why they were not ablated.
     """
 
     takes_images: ClassVar[bool] = False
@@ -71,39 +78,21 @@ class Ablated(AttentionListener):
     of :meth:`new_reference` collects statistics.
     """
 
+    pattern: str
+    layer: str
+    module: nn.Module
+    number: int | None
+    heads: Heads
+    mode: Mode
+    strict: bool
+    count: int | None = None
+    source: nn.Module | None = None
     reference: ReferenceStatistics | None = None
-    """Statistics over given images; None for kinds that need none."""
-
     radius: float | None = None
-    """Distance in patches, for modes "local" and "distant"."""
-
     grids: GridFinder | None = None
-    """Places of the model's tokens, if only the queries of patches are ablated; else None."""
-
-    def __init__(
-        self,
-        pattern: str,
-        layer: str,
-        module: nn.Module,
-        number: int | None,
-        heads: Heads,
-        mode: Mode,
-        *,
-        strict: bool,
-        count: int | None = None,
-        source: nn.Module | None = None,
-    ) -> None:
-        self.pattern = pattern
-        self.layer = layer
-        self.module = module
-        self.number = number
-        self.heads = heads
-        self.mode = mode
-        self.strict = strict
-        self.count = count
-        self.source = source
-        self.has_run = self.has_attended = False
-        self.reason = ""
+    has_run: bool = False
+    has_attended: bool = False
+    reason: str = ""
 
     @classmethod
     def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
