@@ -34,7 +34,6 @@ from tcnn_probe.attention.reconstruction import (
     softmax_attention_of,
     tokens_if_channels,
 )
-from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_finder import TokenFinder
 from tcnn_probe.hooks.calls import without_nested
 from tcnn_probe.hooks.forwards import Forward, Forwards, ModuleCall, Running
@@ -409,13 +408,13 @@ class AttentionStream:
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return ()
             with without_autocast(attention.source):
-                attention = tokens.note_padding(attention)
-                if not queries_are_words:
-                    rows = attention.rows
-                    attention = tokens.number_images(
-                        attention,
-                        lambda tracker: tracker.views_of_rows(rows, module, heads),
-                    )
+                rows = attention.rows
+                attention = tokens.complete(
+                    attention,
+                    None
+                    if queries_are_words
+                    else lambda tracker: tracker.views_of_rows(rows, module, heads),
+                )
                 if self.verification.needed(layer):
                     self._verify(layer, seen, attention.discrepancy())
                 edit = self._listener.attends(attention)
@@ -459,9 +458,7 @@ class AttentionStream:
 
         def show() -> HeadEdit | None:
             attention = self._whole[layer].describe(layer, call.inputs[0], formed, name, running)
-            if isinstance(attention, SoftmaxAttention):
-                attention = self._tokens.note_padding(attention)
-            attention = self._tokens.number_images(
+            attention = self._tokens.complete(
                 attention, lambda tracker: tracker.views_of(call.inputs[0])
             )
             self._described[layer] = attention

@@ -237,26 +237,42 @@ class TokenFinder:
             words=0 if to_keys else layout.words,
         )
 
-    def note_padding(self, attention: SoftmaxAttention) -> SoftmaxAttention:
-        """Return an attention with the fact whether there is padding among its tokens."""
-        facts = self._facts[self._call, attention.name]
-        # Reading this waits for a GPU, so it is done once.
-        if facts.is_padded is None:
-            visibility = attention.visibility
-            facts.is_padded = visibility is not None and visibility.is_padded
-        return replace(attention, is_padded=facts.is_padded)
-
-    def number_images(self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]]) -> A:
-        """Return an attention with the numbers of its images in the batch,
-        or the reason why it has no maps.
+    def complete(
+        self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]] | None
+    ) -> A:
+        """Return an attention with what the forward shows of its rows: whether there is padding
+        among its tokens, and the numbers of its images in the batch, or the reason why it has no
+        maps.
 
         Args:
             attention: Attention of a layer.
-            views_of: Function that reads the views of its rows from the tracker.
+            views_of: Function that reads the views of its rows from the tracker; None if its
+                queries are words.
         """
-        batch, facts = self._batch, self._facts[self._call, attention.name]
-        if not batch:
-            return attention
+        facts = self._facts[self._call, attention.name]
+        changes: dict[str, Any] = {}
+        if isinstance(attention, SoftmaxAttention):
+            # Reading this waits for a GPU, so it is done once.
+            if facts.is_padded is None:
+                visibility = attention.visibility
+                facts.is_padded = visibility is not None and visibility.is_padded
+            changes["is_padded"] = facts.is_padded
+        if views_of is not None and self._batch:
+            numbers, reason = self._number_images(attention, facts, views_of)
+            changes["batch"] = self._batch
+            changes["image_numbers"] = None if reason else numbers
+            changes["without_maps"] = reason
+        # Everything is changed at once, because attention has many fields.
+        return replace(attention, **changes)
+
+    def _number_images(
+        self,
+        attention: Attention,
+        facts: _LayerFacts,
+        views_of: Callable[[PlaceTracker], Sequence[View]],
+    ) -> tuple[Sequence[int] | None, str]:
+        """Return the numbers of images in the batch, and the reason if they are unknown."""
+        batch = self._batch
         numbers: Sequence[int] | None = range(attention.images)
         if self._places is not None:
             numbers, reason = images_of_views(views_of(self._places), attention.images)
@@ -277,12 +293,7 @@ class TokenFinder:
             self._moved.add(self._call[0])
             if self._places is None:
                 reason = LOST_IMAGES
-        return replace(
-            attention,
-            batch=batch,
-            image_numbers=None if reason else numbers,
-            without_maps=reason,
-        )
+        return numbers, reason
 
 
 def _objection(places: Places, tokens: Tokens | None, order: Tensor | None) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tcnn_model import AttentionPool2d
 from tcnn_probe.architectures.grids import MaskUnits, Tokens, Windows
 from tcnn_probe.architectures.lookup import known
+from tcnn_probe.architectures.record import LayerRecord
 from tcnn_probe.attention.feature_maps import MOST_SPECIAL, FeatureMaps
 from tcnn_probe.attention.layout import Arrangement, Layout
 from tcnn_probe.hooks.forwards import Running
@@ -50,15 +51,16 @@ def find_layout(
         queries_are_words: Whether the queries are known to be words.
         not_on_grid: Reason why the tokens cannot lie on a grid, if the call of torch shows it.
     """
-    cut = find_windows(running)
+    cut, words = find_windows(running), 0
     of_keys = maps.arrange(keys, tracked)
     layout = _pool_layout(queries, keys, running, maps)
-    layout = _units_layout(queries, keys, windows, running) or layout
+    records = [known(module) for module, _ in running]
+    layout = _units_layout(queries, keys, windows, running, records) or layout
     if layout is None and not_on_grid:
         layout = Layout(None, None, not_on_grid)
     if layout is None:
         sides = of_keys if queries == keys else maps.arrange(queries, tracked), of_keys
-        layout = _grids(queries, keys, windows, running, maps, sides)
+        layout = _grids(queries, keys, windows, running, records, maps, sides)
         if layout.keys is None and cut and queries == keys == prod(cut.window):
             # No feature map has the size of a window, but the block that cuts windows has their
             # rows and columns.
@@ -72,13 +74,13 @@ def find_layout(
             reason = "the queries are words, which lie on no grid"
             reason = reason if layout.keys else layout.reason
             layout = Layout(None, layout.keys, reason, "words", order=layout.order)
-        if layout.keys:
-            layout = replace(layout, words=of_keys.words)
+        words = of_keys.words if layout.keys else layout.words
     cut = layout.cut or cut
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the only window is the image
     return replace(
         layout,
+        words=words,
         cut=cut,
         query_cut=layout.query_cut or cut,
         class_token=of_keys.class_token,
@@ -101,12 +103,12 @@ def _grids(
     keys: int,
     windows: int,
     running: Running,
+    records: Sequence[LayerRecord],
     maps: FeatureMaps,
     sides: tuple[Arrangement, Arrangement],
 ) -> Layout:
     """Return the grids of queries and keys, see :func:`find_layout`."""
-    module, inputs = running[-1]
-    record = known(module)
+    (module, inputs), record = running[-1], records[-1]
     if record.not_in_raster_order:
         return Layout(None, None, record.not_in_raster_order)
     if record.own_grids:
@@ -127,7 +129,7 @@ def _grids(
     ]
     grids = list(_shown(module, no_masks, windows, maps))
     # The innermost module with a known value decides.
-    spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
+    spreads = [outer.spread_evenly for outer in reversed(records)]
     spread = next((value for value in spreads if value is not None), None)
     if spread or (spread is not None and windows == 1):
         grids += [grid for before in of_keys for grid in maps.divisions(keys - before)]
@@ -185,12 +187,18 @@ def _pool_layout(queries: int, keys: int, running: Running, maps: FeatureMaps) -
     return Layout(None, key_tokens, reason, "classes" if pool.per_class else "tokens")
 
 
-def _units_layout(queries: int, keys: int, windows: int, running: Running) -> Layout | None:
+def _units_layout(
+    queries: int, keys: int, windows: int, running: Running, records: Sequence[LayerRecord]
+) -> Layout | None:
     """Return the layout of tokens that Hiera orders by mask units;
     None without units, or if some are left out.
     """
-    records = [(known(module).mask_units, module) for module, _ in running]
-    stages = [units for find, model in records if find for units in find(model)]
+    stages = [
+        units
+        for record, (module, _) in zip(records, running, strict=True)
+        if record.mask_units
+        for units in record.mask_units(module)
+    ]
     sides = [_units_side(count, windows, stages) for count in (queries, keys)]
     if sides[0] is None or sides[1] is None:
         return None
