@@ -40,8 +40,12 @@ ON_THE_CPU = (
     "segmentation_attention",
 )
 """Studies of trainings of seconds, which have no option for the device."""
-FURTHER = {"gating_evolution": ["--unstrided", "--matched-start"]}
-"""Options that add arms to a small form."""
+FURTHER = {
+    "gating_evolution": ["--unstrided", "--matched-start"],
+    # A second seed joins in test_a_killed_run_and_those_of_another_seed_are_trained.
+    "content_or_mixing": ["--seeds", "0"],
+}
+"""Options that add arms to a small form, or leave seeds for later."""
 LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 
@@ -337,27 +341,25 @@ def test_a_resumed_study_keeps_its_earlier_epochs(
     xr.testing.assert_allclose(*results, rtol=1e-6)
 
 
-def test_only_the_killed_run_is_trained_again(
+def test_a_killed_run_and_those_of_another_seed_are_trained(
     small_run: Callable[[str], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(small_run("content_or_mixing").out, out)
     study = importlib.import_module("content_or_mixing")
-    file = out / "content_or_mixing_checkpoints" / "1_frozen_C_+1_1.npz"
+    file = out / "content_or_mixing_checkpoints" / "1_frozen_C_+1_0.npz"
     # A kill leaves a partial file under this name.
     before = file.rename(file.with_name(f"{file.name}.tmp")).read_bytes()
     trained = []
-    # The small form has tabulated and drawn the same numbers.
-    monkeypatch.setattr(study, "report", lambda tree: "")
-    monkeypatch.setattr(study, "draw", lambda tree: Figure())
     train = study.train_and_measure
     monkeypatch.setattr(
         study,
         "train_and_measure",
         lambda run, *rest: (trained.append((run.arm, run.seed)), train(run, *rest)),
     )
-    assert study.main(["--resume", "--out", str(out)]) == 0
-    assert trained == [("C", 1)]
+    options = ["--resume", "--seeds", "0", "1", "--arms", "A", "C", "D", "--out", str(out)]
+    assert study.main(options) == 0
+    assert trained == [("C", 0), ("A", 1), ("C", 1), ("D", 1)]
     with np.load(file) as again, np.load(io.BytesIO(before)) as first:
         for name in first:
             np.testing.assert_array_equal(again[name], first[name])

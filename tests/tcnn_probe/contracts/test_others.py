@@ -12,7 +12,6 @@ import torch
 import xarray as xr
 from timm.models import _features_fx
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -158,22 +157,6 @@ def by_export(model: nn.Module) -> None:
     torch.testing.assert_close(program.module()(images()), vit()(images()))
 
 
-def by_strict_export(model: nn.Module) -> None:
-    # Strict export refuses hooks that look outside the model; older versions of torch ignore them.
-    with contextlib.suppress(torch._dynamo.exc.Unsupported):
-        torch.export.export(model, (images(),), strict=True)
-
-
-def by_fake_make_fx(model: nn.Module) -> None:
-    # Parameters stay real and only images are fake, which make_fx has no public option for.
-    make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(images())
-
-
-def by_fake_mode(model: nn.Module) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model(fake.from_tensor(images()))
-
-
 def by_meta(model: nn.Module) -> None:
     with torch.device("meta"):
         parameters = {
@@ -182,10 +165,7 @@ def by_meta(model: nn.Module) -> None:
     assert torch.func.functional_call(model, parameters, (images().to("meta"),)).is_meta
 
 
-TRANSFORMS = [
-    by_vmap, by_grad, by_jit_trace, by_export, by_strict_export, by_fake_make_fx, by_fake_mode,
-    by_meta,
-]  # fmt: skip
+TRANSFORMS = [by_vmap, by_grad, by_jit_trace, by_export, by_meta]
 
 
 @pytest.mark.study(but=["by_vmap", "by_export", "by_jit_trace"])
