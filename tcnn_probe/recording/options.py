@@ -168,13 +168,10 @@ def _netcdf(value: Any) -> Any:
     """Return an attribute in the types of netCDF: True and False as 1 and 0, tables as JSON."""
     if isinstance(value, bool):
         return int(value)
-    if isinstance(value, list | tuple) and value:
-        members = [_netcdf(member) for member in value]
-        # netCDF has lists of text and of numbers, which do not mix.
-        if all(isinstance(x, str) for x in members) or all(
-            isinstance(x, int | float) for x in members
-        ):
-            return members
+    # netCDF has lists of numbers, and in its version 3, which xarray writes with SciPy, none of
+    # text.
+    if isinstance(value, list | tuple) and value and all(isinstance(x, int | float) for x in value):
+        return [_netcdf(member) for member in value]
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 

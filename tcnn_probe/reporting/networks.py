@@ -24,7 +24,7 @@ def describe_network(axes: Axes, run: Run) -> dict[str, Any]:
         "name": run.name,
         "types": type_rows(run),
         "rests_on": types_rest_on(run),
-        "photographs": run.attrs.get("photographs", []),
+        "photographs": _photographs(run),
         "chosen": run.attrs.get("photographs_chosen", ""),
         "answers": [
             {
@@ -48,8 +48,14 @@ def describe_network(axes: Axes, run: Run) -> dict[str, Any]:
 
 def image_names(axes: Axes, runs: Sequence[Run]) -> list[str]:
     """Return the names of the images that have maps: of photographs, those of their files."""
-    names = runs[0].attrs.get("photographs", [])
+    names = _photographs(runs[0])
     return [names[image] if image < len(names) else str(image) for image in axes.images]
+
+
+def _photographs(run: Run) -> list[str]:
+    """Return the names of the photographs, which are JSON; in older recordings a list."""
+    names = run.attrs.get("photographs", [])
+    return json.loads(names) if isinstance(names, str) else names
 
 
 def first_head(networks: Sequence[dict[str, Any]]) -> list[int]:

@@ -1,5 +1,6 @@
 """Recordings of the command ``tcnn-finetune``."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_rates_are_printed_and_recorded_as_used(
     # Of 1,347 digits 16 are used: the paper's batch of 1,024 cannot be made of them.
     assert "--paper-batch 8 keeps the paper's rates" in said
     assert "--accumulate 2 makes steps of 16 images, the most that the data allow" in said
-    assert ds.attrs["classes"] == [*"0123456789"]
+    assert json.loads(ds.attrs["classes"]) == [*"0123456789"]
     # Scaled, the rates of both steps would sum to less than 0.2 / 128, and Adam moves a weight by
     # no more. The first step has no gradient here, since the last norm of a ResNet's block starts
     # at zero.

@@ -98,7 +98,7 @@ def test_page_and_facts_say_what_the_recording_holds(
             expected = heads[variable["name"]].values.ravel().astype(np.float32)
             np.testing.assert_array_equal(numbers[start : start + 14], expected)
     assert len(about["pictures"]) == len(about["images"]) == 2
-    assert tree.attrs["photographs"][:2] == ["cats/0.png", "dogs/3.png"]
+    assert json.loads(tree.attrs["photographs"])[:2] == ["cats/0.png", "dogs/3.png"]
     assert "dogs/broken.jpg could not be read: it is no picture" in facts["missing"]
     # The model has no classes, and so no map of Grad-CAM.
     (reason,) = (x for x in facts["missing"] if x.startswith("attention on objects"))
@@ -423,7 +423,7 @@ def test_costs_are_those_of_the_function(
     model = vit()
     paths = sorted((photographs / "cats").iterdir()) + sorted((photographs / "dogs").glob("*.png"))
     # The order in which look reads them: those with maps first.
-    order = [str(photographs / name) for name in tree.attrs["photographs"]]
+    order = [str(photographs / name) for name in json.loads(tree.attrs["photographs"])]
     assert sorted(order) == sorted(map(str, paths))
     images = tcnn_probe.images.as_images(order, model)
     expected = tcnn_probe.head_importance(model, list(images.split(3)), queries=None).mean("image")

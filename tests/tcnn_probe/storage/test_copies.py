@@ -16,7 +16,11 @@ import tcnn_probe
 # xarray and zarr warn of what zarr's specification does not have yet.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Zarr (V3 specification|format 3 specification)")
 ATTRS = {"augment": True, "flips": [True, False], "rates": [0.1, 2], "seed": 3}
-NOT_OF_NETCDF = {"teacher": None, "schedule": {"warmup": [1, 2], "restarts": None}}
+NOT_OF_NETCDF = {
+    "teacher": None,
+    "classes": ["cat", "dog"],
+    "schedule": {"warmup": [1, 2], "restarts": None},
+}
 
 
 @pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
@@ -61,7 +65,8 @@ def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
     assert {name: attrs[name] for name in ATTRS} == ATTRS
     assert type(attrs["augment"]) is int
     assert "teacher" not in attrs
-    assert json.loads(attrs["schedule"]) == NOT_OF_NETCDF["schedule"]
+    for name in ("classes", "schedule"):
+        assert json.loads(attrs[name]) == NOT_OF_NETCDF[name]
 
 
 @pytest.mark.study
