@@ -17,7 +17,6 @@ from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.attention.head_editor import LayerCall, name_of_gating
 from tcnn_probe.attention.listener import AttentionListener
-from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.interventions.contributions import Terms
 from tcnn_probe.interventions.references import (
     AttentionReference,
@@ -252,17 +251,8 @@ class GivenAttention(Ablated):
         """Return an edit with the attention of the given images;
         collect it while they pass through the model.
         """
-        if self.reference.is_finished:
-            return HeadEdit(
-                heads,
-                attention=self.reference.attention_for(attention, heads, self.layer),
-            )
-        # Forwards in other threads are not those of the given images.
-        if self.reference.is_collecting:
-            with torch.no_grad():
-                _check_reconstruction(attention)
-                self.reference.add(attention.number, heads, attention.content(), self.layer)
-        return None
+        weights = self.reference.attention_for(attention, heads, self.layer)
+        return None if weights is None else HeadEdit(heads, attention=weights)
 
 
 class OnPatches(Ablated):
@@ -333,7 +323,7 @@ class Local(OnPatches):
 
 
 class StaticOnPatches(OnPatches):
-    """Heads whose attention follows from its mean over given images."""
+    """Heads with the mean over given images of what is collected of their attention."""
 
     takes_images = True
     reference: AttentionReference
@@ -345,35 +335,8 @@ class StaticOnPatches(OnPatches):
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
     ) -> Tensor | None:
-        """Return the attention that follows from the mean;
-        collect it while the given images pass.
-        """
-        if self.reference.is_finished:
-            static = self.reference.attention_for(attention, heads, self.layer)
-            return self.follow(static, attention, heads, places)
-        # Forwards in other threads are not those of the given images.
-        if self.reference.is_collecting:
-            with torch.no_grad():
-                _check_reconstruction(attention)
-                self.collect(attention, heads, places)
-        return None
-
-    def collect(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> None:
-        """Add the attention of given images."""
-        weights = attention.weights().flatten(0, 1)
-        self.reference.add(attention.number, heads, weights, self.layer)
-
-    def follow(
-        self,
-        static: Tensor,
-        attention: Attention,
-        heads: Sequence[int],
-        places: TokenPlaces,
-    ) -> Tensor:
-        """Return the attention that follows from the reference,
-        (1, windows, heads, N_query, N_key).
-        """
-        return static
+        """Return the mean attention; collect it while the given images pass."""
+        return self.reference.attention_for(attention, heads, self.layer)
 
 
 class Convolutional(StaticOnPatches):
@@ -385,10 +348,13 @@ class Convolutional(StaticOnPatches):
         """Return a reference that fits convolutions to the mean attention."""
         return ConvolutionReference()
 
-    def collect(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> None:
-        """Add the attention of given images, and what their queries see."""
-        self.reference.see(attention, places, self.layer)
-        super().collect(attention, heads, places)
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor | None:
+        """Return the convolution; collect attention, and what queries see, of the given images."""
+        if self.reference.is_collecting:
+            self.reference.see(attention, places, self.layer)
+        return super().weights(attention, heads, places)
 
 
 class Salient(StaticOnPatches):
@@ -396,14 +362,13 @@ class Salient(StaticOnPatches):
     the same for all queries of an image.
     """
 
-    def follow(
-        self,
-        static: Tensor,
-        attention: Attention,
-        heads: Sequence[int],
-        places: TokenPlaces,
-    ) -> Tensor:
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor | None:
         """Return the mean attention with keys that receive as much as in the image."""
+        static = super().weights(attention, heads, places)
+        if static is None:
+            return None
         is_patch = places.is_patch.to(static.device)
         own = self.own_weights(attention, heads, places)
         received = own[..., is_patch, :].sum(-2)
@@ -515,19 +480,3 @@ _KINDS: Mapping[str, type[Ablated]] = {
     "content": GatesForced,
     "replaced": Replaced,
 }
-
-
-def _check_reconstruction(attention: Attention) -> None:
-    """Raise if a rebuilt attention, which is to be replaced,
-    is not the one that the layer computed.
-    """
-    compared = attention.discrepancy(None) if attention.gate is None else None
-    if compared is None:
-        return
-    difference, rounding = compared
-    # In this form the condition also rejects NaN.
-    if not bool(difference <= rounding):
-        raise ReconstructionError(
-            f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's "
-            f"own output by {float(difference):.2g} of its largest value, so it cannot be replaced"
-        )

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tcnn_model import GPSA
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.heads.anatomy import Convolution, nearest_convolution
 from tcnn_probe.images import as_images, as_pictures
 from tcnn_probe.interventions.token_places import TokenPlaces
@@ -26,6 +27,7 @@ __all__ = [
     "ReferenceStatistics",
     "TermReference",
     "as_batches",
+    "check_reconstruction",
     "fingerprints",
 ]
 
@@ -176,12 +178,23 @@ class AttentionReference(ReferenceStatistics):
             else ""
         )
 
-    def attention_for(self, attention: Attention, heads: Sequence[int], layer: str) -> Tensor:
-        """Return the attention that replaces that of some heads.
+    def attention_for(
+        self, attention: Attention, heads: Sequence[int], layer: str
+    ) -> Tensor | None:
+        """Return the attention that replaces that of some heads,
+        or collect it while the given images pass through the model.
 
         Returns:
-            Shape (images, or 1 for the mean, windows, heads, N_query, N_key).
+            Shape (images, or 1 for the mean, windows, heads, N_query, N_key); None until it is
+            collected.
         """
+        if self.is_collecting:
+            with torch.no_grad():
+                check_reconstruction(attention)
+                weights = attention.weights().flatten(0, 1) if self.whole else attention.content()
+                self.add(attention.number, heads, weights, layer)
+        if not self.is_finished:
+            return None
         number, rows, queries, keys = (
             attention.number,
             attention.rows,
@@ -322,6 +335,22 @@ class TermReference(ReferenceStatistics):
             output + mean[0]
             if windows == 1
             else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
+        )
+
+
+def check_reconstruction(attention: Attention) -> None:
+    """Raise if a rebuilt attention, which is to be replaced,
+    is not the one that the layer computed.
+    """
+    compared = attention.discrepancy(None) if attention.gate is None else None
+    if compared is None:
+        return
+    difference, rounding = compared
+    # In this form the condition also rejects NaN.
+    if not bool(difference <= rounding):
+        raise ReconstructionError(
+            f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's "
+            f"own output by {float(difference):.2g} of its largest value, so it cannot be replaced"
         )
 
 
