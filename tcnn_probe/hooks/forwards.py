@@ -284,6 +284,7 @@ class Forward(Call):
         # Modules with their positional arguments.
         self._stack: list[tuple[nn.Module, Sequence[Any]]] = [(self.module, self.inputs)]
         self._is_closed = False
+        self._has_paused = False  # inside a layer that needs to run without modes
         self._is_quiet = False  # also while a function of the listener runs
         self._depth = hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -364,6 +365,7 @@ class Forward(Call):
             if module in self._names:
                 self.run_unseen(self._listener.computes, self, SeenUnmeasured(NESTED))
             self.scope.leave_modes()
+            self._has_paused = True
 
     @never_compiled
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -380,7 +382,8 @@ class Forward(Call):
         if not place:  # the entry is reported when it ends
             return
         del stack[place:]
-        if not self.scope.has_modes:
+        if self._has_paused:
+            self._has_paused = False
             self.scope.enter(self, self._modes)
         # After an exception torch passes no keyword arguments, and the output may be None. The
         # module inside a wrapper of torch.compile has been reported already.

@@ -51,7 +51,6 @@ __all__ = [
     "SeenProduct",
     "SeenUnmeasured",
     "TorchCall",
-    "describe",
     "owned",
 ]
 
@@ -302,7 +301,10 @@ class TorchCall:
         """Describe the call as attention, product,
         scaling or concatenation; None if it is none of them.
         """
-        return describe(self.func, self.output, self.args, self.kwargs)
+        describe_call = _describer(self.func)
+        if describe_call is None:
+            return None
+        return describe_call(self.output, *self.args, **self.kwargs)
 
     def unread(self, objection: str) -> "SeenUnmeasured | None":
         """Describe an attention whose arguments cannot be read."""
@@ -421,16 +423,6 @@ class Interception(TorchFunctionMode):
         for observer in observers:
             observer.ran(call, output, answers)
         return output
-
-
-def describe(
-    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Seen | None:
-    """Describe a torch call as attention, product,
-    scaled tensor or concatenated tokens; None if it is none of them.
-    """
-    describe_call = _describer(func)
-    return None if describe_call is None else describe_call(output, *args, **kwargs)
 
 
 def _fused(

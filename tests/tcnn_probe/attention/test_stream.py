@@ -5,8 +5,11 @@ by name, equals brute force, and nothing is left behind.
 import copy
 import gc
 import math
+import sys
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -514,3 +517,29 @@ def test_attention_given_to_mask_units_is_in_the_order_of_the_maps() -> None:
     assert len(stream.layers) == 4
     # Rounding in the softmax and four stages is below 1e-12, so that 1e-10 leaves two digits.
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_module_costs_few_calls_of_functions() -> None:
+    """On a GPU the Python of hooks is what a followed forward costs."""
+    package = str(Path(tcnn_probe.__file__).parent)
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    counts = []
+    for depth in (3, 13):
+        model = nn.Sequential(
+            nn.Sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(depth))))
+        )
+        with torch.no_grad(), tcnn_probe.attention_stream(model, lambda attention: None):
+            model(torch.ones(1, 3, 2))  # the first forward is tracked
+            calls = 0
+            sys.setprofile(count)
+            model(torch.ones(1, 3, 2))
+            sys.setprofile(None)
+        counts.append(calls)
+    # Two hooks, which ask whether they listen and tell the stream, the stream's note of shapes, and
+    # the mode, which asks whether the function may attend.
+    assert counts[1] - counts[0] == 10 * 9

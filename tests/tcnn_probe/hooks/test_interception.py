@@ -22,7 +22,6 @@ from tcnn_probe.hooks.interception import (
     SeenOperand,
     SeenProduct,
     TorchCall,
-    describe,
 )
 
 B, HEADS, QUERIES, KEYS, SIZE = 2, 4, 5, 7, 3
@@ -291,7 +290,7 @@ def test_multihead_attention_runs_once_whether_or_not_it_is_edited(
 
 
 def test_other_functions_are_not_described() -> None:
-    assert describe(torch.exp, WEIGHTS.exp(), (WEIGHTS,), {}) is None
+    assert TorchCall(torch.exp, (WEIGHTS,), {}).describe() is None
     assert not requests(lambda: WEIGHTS.exp())
     # Tensors on the meta device have no values, as in a trace of shapes.
     assert not requests(lambda: torch.empty(B, QUERIES, KEYS, device="meta").softmax(-1))
