@@ -681,6 +681,7 @@ _NO_OPERATORS = (
     types.FunctionType,
     types.MethodDescriptorType,
     types.MethodWrapperType,
+    types.WrapperDescriptorType,
 )
 
 
