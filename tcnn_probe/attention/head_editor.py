@@ -247,20 +247,29 @@ class HeadEditor(Calls[LayerCall]):
                 entry for entry in editor._listeners if entry[1] is not listener
             )
             if not editor._listeners:
-                del _EDITORS[module]
+                # It is forgotten last, so that this can be repeated after Ctrl-C.
                 editor.detach()
+                _EDITORS.pop(module, None)
 
     @classmethod
     @contextmanager
     def listening(cls, listeners: Mapping[AttentionListener, nn.Module]) -> Iterator[None]:
         """Add listeners to their layers inside the ``with``."""
+
+        def remove() -> None:
+            for listener, module in listeners.items():
+                cls.remove(module, listener)
+
         try:
             for listener, module in listeners.items():
                 cls.add(module, listener)
             yield
         finally:
-            for listener, module in listeners.items():
-                cls.remove(module, listener)
+            try:
+                remove()
+            except KeyboardInterrupt:
+                remove()  # Ctrl-C interrupted the first attempt
+                raise
 
     def attach(self) -> None:
         """Add hooks to the layer and, in a gated layer,

@@ -100,7 +100,11 @@ def attention_stream(
     try:
         yield stream
     finally:  # not closing(), whose __enter__ can be interrupted
-        stream.close()
+        try:
+            stream.close()
+        except KeyboardInterrupt:
+            stream.close()  # Ctrl-C interrupted the first attempt
+            raise
 
 
 class _Callback(AttentionListener):

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch, hooks
 
 import tcnn_probe
-from tcnn_probe.attention import stream
+from tcnn_probe.attention import head_editor, stream
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.hooks import calls, forwards, modes
 from tcnn_probe.models import untouched
@@ -31,6 +31,7 @@ FILES = {
     _python_dispatch.__file__,
     calls.__file__,
     forwards.__file__,
+    head_editor.__file__,
     modes.__file__,
     grad_mode.__file__,
     hooks.__file__,
@@ -131,6 +132,28 @@ def test_a_forward_after_an_interrupted_one_is_like_any_other(
             assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
             assert torch._C._is_torch_function_enabled(), place
             torch.testing.assert_close(model(images), expected)
+        assert Trace(model) == trace, place
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_ablation_that_is_interrupted_as_it_begins_or_ends_has_ended() -> None:
+    model, images = vit(), torch.randn(2, 2, 20, 28)
+    trace, expected = Trace(model), model(images)
+    with Interruption() as interruption, tcnn_probe.ablate(model):
+        pass
+    of_editor = [place for place in interruption.places if place[1] == head_editor.__file__]
+    assert len(of_editor) > 5
+    gc.freeze()
+    for place in of_editor:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            Interruption(place),
+            tcnn_probe.ablate(model),
+        ):
+            pass
+        gc.collect()
+        assert torch.equal(model(images), expected), place
         assert Trace(model) == trace, place
     gc.unfreeze()
 
