@@ -143,7 +143,12 @@ class Study:
         """Return the study with the CNN of another seed, and its split of the data."""
         return self.with_cnn(argparse.Namespace(**{**vars(self.args), "seed": seed}))
 
-    def train_cnn(self, file: str = "cnn", title: str = "training the CNN") -> list[EpochResult]:
+    def train_cnn(
+        self,
+        file: str = "cnn",
+        title: str = "training the CNN",
+        after_epoch: Callable[[EpochResult], None] = lambda result: None,
+    ) -> list[EpochResult]:
         """Train the CNN, and return the result of each epoch;
         a CNN that came with weights is left as it is.
 
@@ -158,7 +163,7 @@ class Study:
         if args.data != "digits":
             # The paper's optimizer for the CNN.
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
-        return list(self._train(self.model, file, title, **recipe))
+        return _exhausted(self._train(self.model, file, title, **recipe), after_epoch)
 
     def finetune(
         self,
@@ -186,11 +191,7 @@ class Study:
         if getattr(args, "data", "digits") != "digits" and recipe.get("qk_lr") is None:
             # A few steps at the paper's rate would leave queries and keys where they start.
             recipe["qk_lr"] = "papers"
-        history = []
-        for result in self._train(model, file, title, **recipe | changes):
-            after_epoch(result)
-            history.append(result)
-        return history
+        return _exhausted(self._train(model, file, title, **recipe | changes), after_epoch)
 
     def record(
         self,
@@ -292,6 +293,16 @@ class Study:
                 amp=self.args.amp,
                 **recipe,
             )
+
+
+def _exhausted(
+    results: Iterator[EpochResult], after_epoch: Callable[[EpochResult], None]
+) -> list[EpochResult]:
+    history = []
+    for result in results:
+        after_epoch(result)
+        history.append(result)
+    return history
 
 
 def small_loaders(args: argparse.Namespace) -> Loaders:
