@@ -56,6 +56,16 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         options = {**self._options, "along": self._along}
         self.recorder = Recorder(pl_module, **options)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of a validation without a training, which is not recorded."""
+        if trainer.state.fn == "validate" and self.recorder is None:
+            warnings.warn(
+                "RecordCallback records the validations of fit(): to record this one, use "
+                "tcnn_probe.record on the module",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Mark the epoch or step."""
         if self.recorder is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:

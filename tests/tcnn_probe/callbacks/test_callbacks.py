@@ -4,6 +4,7 @@ for a few steps: each validation is a mark with the right numbers.
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -252,6 +253,14 @@ def test_training_without_a_validation_is_told(trainer: str) -> None:
         recording.on_train_begin(None, None, None, model=vit())
     with pytest.warns(RuntimeWarning, match="ran no validation"):
         recording.on_train_end(None, None, None)
+
+
+def test_a_validation_without_a_training_is_told() -> None:
+    need("lightning")
+    callback = import_module("tcnn_probe.callbacks.lightning").RecordCallback()
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    with pytest.warns(RuntimeWarning, match=r"validations of fit\(\).*tcnn_probe.record"):
+        callback.on_validation_start(trainer, vit())
 
 
 @pytest.mark.parametrize("options", [{}, {"along": "epoch"}])
