@@ -144,6 +144,17 @@ class Calls(Generic[C]):
             while self._handles and all(call.over for call in list(self._running.values())):
                 self._handles[-1].remove()
                 del self._handles[-1:]
+            if not self._handles:
+                self._remove_hooks_without_handles()
+
+    def _remove_hooks_without_handles(self) -> None:
+        """Remove hooks whose handles were not kept, as Ctrl-C came while they were added."""
+        for module in self.module.modules():
+            tables = hook_tables(module)
+            own = {n for hooks in tables for n, hook in hooks.items() if _owner_of(hook) is self}
+            for hooks in tables:
+                for number in own & hooks.keys():
+                    del hooks[number]
 
     def current(self) -> C | None:
         """Return the call that is running in this thread."""
@@ -269,6 +280,11 @@ class CopySafeHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_effect, (type(self), self.number)
+
+
+def _owner_of(hook: Any) -> Any:
+    """Return the object whose method a hook calls, if the hook is ours."""
+    return getattr(hook._act, "__self__", None) if isinstance(hook, CopySafeHook) else None
 
 
 class _CompiledAway(CopySafeHook):

@@ -136,6 +136,34 @@ def test_a_forward_after_an_interrupted_one_is_like_any_other(
     gc.unfreeze()
 
 
+@pytest.mark.parametrize(
+    "attach",
+    [tcnn_probe.ablate, lambda model: tcnn_probe.attention_stream(model, lambda attention: None)],
+    ids=["ablate", "attention_stream"],
+)
+def test_a_hook_whose_handle_was_not_kept_is_removed(
+    attach: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, add_hook = vit(), calls.add_hook
+    trace = Trace(model)
+    for last in range(1, 10):
+        count = 0
+
+        def interrupted(*args: Any, **options: Any) -> hooks.RemovableHandle:
+            nonlocal count
+            handle = add_hook(*args, **options)
+            count += 1
+            if count == last:  # noqa: B023
+                raise KeyboardInterrupt
+            return handle
+
+        for module in calls, forwards:
+            monkeypatch.setattr(module, "add_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt), attach(model):
+            pass
+        assert Trace(model) == trace, last
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_ablation_that_is_interrupted_as_it_begins_or_ends_has_ended() -> None:
     model, images = vit(), torch.randn(2, 2, 20, 28)
