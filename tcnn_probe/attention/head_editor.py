@@ -39,7 +39,7 @@ from tcnn_probe.attention.reconstruction import (
     tokens_if_channels,
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
-from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
+from tcnn_probe.hooks.calls import Call, Calls, innermost_call
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.interception import (
@@ -279,14 +279,12 @@ class HeadEditor(Calls[LayerCall]):
         if isinstance(self.module, GPSA):
             # It forms the outputs of single heads only if a hook asks for them, which is not before
             # the first edit.
-            self._handles.append(
-                add_hook(self.module.head_keys, self._ask_before_heads, after=True)
-            )
+            self._add(self.module.head_keys, self._ask_before_heads, after=True)
             # A class with a forward of its own may not let keys pass there.
             if type(self.module).forward is not GPSA.forward:
                 self._edit_outputs(self.module)
         elif isinstance(self.module, ConViTLayer):
-            self._handles.append(add_hook(self.module.proj, self._edit_projected))
+            self._add(self.module.proj, self._edit_projected)
 
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
@@ -343,7 +341,7 @@ class HeadEditor(Calls[LayerCall]):
 
     def _edit_outputs(self, layer: GPSA) -> None:
         self.has_edited = True
-        self._handles.append(add_hook(layer.head_outputs, self._edit_head_outputs, after=True))
+        self._add(layer.head_outputs, self._edit_head_outputs, after=True)
 
     def _edit_head_outputs(
         self, module: nn.Module, args: Any, kwargs: Any, heads: Tensor

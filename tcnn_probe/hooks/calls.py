@@ -95,6 +95,7 @@ class Calls(Generic[C]):
         self._handles: list[RemovableHandle] = []
         # The lock is reentrant, because detach() calls _leave(), in which Forwards takes it again.
         self._attached = False
+        self._is_adding = False  # stays True if Ctrl-C comes before a handle is kept
         self._lock = threading.RLock()
 
     def follows(self, module: nn.Module) -> bool:
@@ -118,13 +119,17 @@ class Calls(Generic[C]):
     def attach(self) -> None:
         """Add hooks to the module."""
         self._attached = True
-        self._handles.append(add_hook(self.module, self._begin))
-        self._handles.append(
-            # This hook runs before all others, which then run without our modes and see the edited
-            # output. The hook that cleans up runs last.
-            add_hook(self.module, self._return, after=True, first=True)
-        )
-        self._handles.append(add_hook(self.module, self._end, after=True, always=True))
+        self._add(self.module, self._begin)
+        # This hook runs before all others, which then run without our modes and see the edited
+        # output. The hook that cleans up runs last.
+        self._add(self.module, self._return, after=True, first=True)
+        self._add(self.module, self._end, after=True, always=True)
+
+    def _add(self, module: nn.Module, act: Callable[..., Any], **options: bool) -> None:
+        """Add a hook that :meth:`detach` removes, see :func:`add_hook`."""
+        self._is_adding = True
+        self._handles.append(add_hook(module, act, **options))
+        self._is_adding = False
 
     def detach(self) -> None:
         """Remove the hooks, as soon as calls that still run
@@ -144,7 +149,7 @@ class Calls(Generic[C]):
             while self._handles and all(call.over for call in list(self._running.values())):
                 self._handles[-1].remove()
                 del self._handles[-1:]
-            if not self._handles:
+            if self._is_adding and not self._handles:
                 self._remove_hooks_without_handles()
 
     def _remove_hooks_without_handles(self) -> None:

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from tcnn_probe.hooks.calls import (
     Call,
     Calls,
-    add_hook,
     is_running,
     outermost_call,
     without_nested,
@@ -148,10 +147,8 @@ class Forwards(Calls["Forward"]):
             # torch.compile leaves out hooks of parts, which would break graphs; only the outermost
             # one keeps its hook.
             is_part = entry is not self.module
-            self._handles.append(add_hook(entry, self._begin, first=True, compiled=is_part))
-            self._handles.append(
-                add_hook(entry, self._end, after=True, always=True, compiled=is_part)
-            )
+            self._add(entry, self._begin, first=True, compiled=is_part)
+            self._add(entry, self._end, after=True, always=True, compiled=is_part)
 
     @property
     def followed(self) -> "Forward | None":
