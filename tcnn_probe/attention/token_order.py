@@ -377,11 +377,12 @@ class PlaceTracker(TorchFunctionMode):
             inputs = tensors_in((*args, *kwargs.values()))
             queries, keys = self._pixels.sides(func, inputs)
             is_fused = name != "softmax"
-            self.are_channels = keys is CHANNELS or (is_fused and are_channels(queries))
-            if self.are_channels:
+            self._rows = self._views_of.sides(func, inputs)[0]
+            if keys is CHANNELS or (is_fused and are_channels(queries)):
+                # Vectors of whole views or frames, which can be tokens, have all cells, too.
+                self.are_channels = not _are_of_views(self._rows)
                 return
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
-            self._rows = self._views_of.sides(func, inputs)[0]
 
     @never_compiled
     @unseen
@@ -419,6 +420,16 @@ def _first_by_position(
         return args, kwargs
     others = {name: value for name, value in kwargs.items() if name not in names}
     return tuple(kwargs[name] for name in names), others
+
+
+def _are_of_views(numbers: Places) -> bool:
+    """Return whether the vectors (..., N, d) of the first image and head are of several views."""
+    while numbers is not None and numbers.ndim > 2:
+        numbers = numbers[0]
+    if numbers is None:
+        return False
+    slim = unexpanded(numbers).nan_to_num(-1)
+    return bool(((slim - slim[:1]).abs() > _ROUNDING).any())
 
 
 def _pixels_of(image: Tensor) -> Tensor:

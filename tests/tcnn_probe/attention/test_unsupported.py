@@ -331,6 +331,38 @@ def test_attention_between_channels_of_the_image(size: tuple[int, int]) -> None:
     assert recorder.dataset.attention_distance.notnull().all()
 
 
+class WholeViews(nn.Module):
+    """Attention between views whose tokens are their whole maps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.patches = nn.Conv2d(3, 7, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.patches(x.flatten(0, 1)).reshape(len(x), 1, x.shape[1], -1)
+        if self.how == "fused":
+            return F.scaled_dot_product_attention(maps, maps, maps)
+        if self.how == "einsum":
+            logits = torch.einsum("bhin,bhjn->bhij", maps, maps)
+            return torch.einsum("bhij,bhjn->bhin", logits.softmax(-1), maps)
+        return (maps @ maps.mT).softmax(-1) @ maps
+
+
+@pytest.mark.parametrize("how", ["product", "einsum", "fused"])
+def test_attention_between_whole_views_is_not_between_channels(how: str) -> None:
+    images = torch.randn(2, 5, 3, 12, 44)
+    model = WholeViews(how).eval()
+    with pytest.warns(RuntimeWarning, match="5 keys: no grid found"):
+        recorder = recorded(model, images)
+    assert recorder.unsupported == {}
+    maps = model.patches(images.flatten(0, 1)).reshape(2, 5, -1).double()
+    scale = maps.shape[-1] ** -0.5 if how == "fused" else 1
+    attention = (maps @ maps.mT * scale).softmax(-1)
+    entropy = -attention.xlogy(attention).sum(-1).mean()
+    assert recorder.dataset.entropy.item() == pytest.approx(entropy.item(), rel=1e-4)
+
+
 class NestedAttention(nn.Module):
     """Attention between the patches of images of several sizes, in nested tensors."""
 
