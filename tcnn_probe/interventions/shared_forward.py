@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.hooks.calls import add_hook
 from tcnn_probe.hooks.modes import leaves_of
+from tcnn_probe.images import input_tensors
 
 __all__ = ["SharedForward"]
 
@@ -68,7 +69,7 @@ class SharedForward:
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module in shared and module not in self._kept:
-                self._kept[module] = deepcopy(output)
+                self._kept[module] = _copied(output)
 
         with _replaced_forwards(self._kept), _hooked(self._model, None, keep):
             again = self._model(self._images)
@@ -101,13 +102,18 @@ def _replaced_forwards(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
     try:
         for module, output in outputs.items():
             # The model may change an output in place.
-            vars(module)["forward"] = lambda *_, _output=output, **__: deepcopy(_output)
+            vars(module)["forward"] = lambda *_, _output=output, **__: _copied(_output)
         yield
     finally:
         for module, forward in own.items():
             vars(module).pop("forward", None)
             if forward is not None:
                 vars(module)["forward"] = forward
+
+
+def _copied(output: Any) -> Any:
+    # deepcopy() refuses tensors with a graph, as of a model that enables gradients itself.
+    return deepcopy(output, {id(x): x.detach().clone() for x in input_tensors(output)})
 
 
 def _equal(output: Any, other: Any) -> bool:

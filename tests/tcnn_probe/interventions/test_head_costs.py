@@ -164,10 +164,11 @@ def test_costs_are_those_of_single_ablations(name: str) -> None:
             np.testing.assert_allclose(cost, change, rtol=0, atol=tolerance)
 
 
-def test_what_comes_before_a_layer_runs_once() -> None:
+@pytest.mark.parametrize("has_graph", [False, True])  # as of models that enable gradients
+def test_what_comes_before_a_layer_runs_once(has_graph: bool) -> None:
     model: Any = vit()
     x, ran = vit_images(3), []
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_graph):
         forward = SharedForward(model, x)
         assert forward.in_order({"b": model.blocks[1].attn, "a": model.blocks[0].attn}) == [
             "a",
