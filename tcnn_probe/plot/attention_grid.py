@@ -208,4 +208,6 @@ def _align_gates(gate: xr.DataArray, maps: xr.DataArray) -> NDArray[Any]:
     gate = gate.expand_dims("layer") if "layer" not in gate.dims else gate
     labels = {dim: maps[dim] for dim in ("layer", "head") if dim in gate.coords}
     gate = gate.sel({dim: label for dim, label in labels.items() if dim in maps.coords})
+    # Gates without labels of more heads than the maps are not those of the maps.
+    gate, _ = xr.align(gate, maps, join="exact")
     return gate.transpose("layer", "head").values

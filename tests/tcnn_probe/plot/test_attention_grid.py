@@ -234,6 +234,8 @@ def test_bad_arguments_are_refused() -> None:
     for gates in (some_gates()[1:], some_gates()[0]):
         with pytest.raises(KeyError, match="not all values found in index 'layer'"):
             grid(maps, gate=gates)
+    with pytest.raises(ValueError, match="conflicting dimension sizes"):
+        grid(maps, gate=some_gates().drop_vars("head"))
     with pytest.raises(ValueError, match=r"maps are all NaN"):
         grid(maps.where(maps.layer != LAYERS[0]))
     assert plt.get_fignums() == []
