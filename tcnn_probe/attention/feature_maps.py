@@ -126,8 +126,8 @@ class FeatureMaps:
         )
         if self.is_seeking and is_layer and x.ndim > 2:
             self.embedding, self.is_seeking = module, False
-            # A model can add channels to the image, such as coordinates, before it embeds patches.
-            is_image |= x.ndim == 4 and isinstance(module, nn.Conv2d)
+        # A model can add channels to the image, such as coordinates, before it embeds patches.
+        is_image |= module is self.embedding and x.ndim == 4 and isinstance(module, nn.Conv2d)
         if not is_image:
             return None
         size = (x.shape[2], x.shape[3])

@@ -331,25 +331,28 @@ def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no maps")
-@pytest.mark.parametrize("frames_first", [True, False])
-def test_views_or_frames_that_are_embedded_one_by_one_are_images(frames_first: bool) -> None:
+@pytest.mark.parametrize(("frames_first", "at_once"), [(True, 18), (False, 18), (True, 6)])
+def test_views_or_frames_that_are_embedded_one_by_one_are_images(
+    frames_first: bool, at_once: int
+) -> None:
     """Layers that join them, such as attention over time, have a row for each place of an input."""
-    net, frames = vit(), 2
-    time = nn.MultiheadAttention(12, HEADS, batch_first=True)
-    batch = pictures(3 * frames).unflatten(0, (3, frames))
+    net, frames = vit().double(), 6
+    time = nn.MultiheadAttention(12, HEADS, batch_first=True).double()
+    pictures_of_inputs = pictures(3 * frames).double()
+    batch = pictures_of_inputs.unflatten(0, (3, frames))
     if not frames_first:
         batch = batch.transpose(1, 2)
 
     def divided(net: Any, x: Tensor) -> Tensor:
         images = (x if frames_first else x.transpose(1, 2)).flatten(0, 1)
-        tokens = net.forward_features(images)
+        tokens = torch.cat([net.forward_features(x) for x in images.split(at_once)])
         over_time = tokens.unflatten(0, (-1, frames)).transpose(1, 2).flatten(0, 1)
         return model.time(over_time, over_time, over_time, need_weights=False)[0]
 
     model = Step(net, divided)
     model.time = time
     numbers = []
-    for recorded, images in ((model.eval(), batch), (net, pictures(3 * frames))):
+    for recorded, images in ((model.eval(), batch), (net, pictures_of_inputs)):
         with tcnn_probe.record(recorded, images=3) as recorder, torch.no_grad():
             recorded(images)
             recorder.mark(epoch=0)
@@ -361,7 +364,8 @@ def test_views_or_frames_that_are_embedded_one_by_one_are_images(frames_first: b
     assert list(reasons) == ["time"]
     for variable in expected.data_vars:
         ours = joined[variable].isel(layer=slice(2))
-        np.testing.assert_allclose(ours, expected[variable], rtol=1e-5, err_msg=str(variable))
+        # Differences of information, which nearly cancel, are of numbers of a few nats.
+        np.testing.assert_allclose(ours, expected[variable], 1e-5, 1e-13, err_msg=str(variable))
 
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
