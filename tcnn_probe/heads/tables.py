@@ -82,8 +82,13 @@ def random_heads(
     generator = np.random.default_rng(whole_number(seed, "seed"))
     drawn = xr.zeros_like(selected)
     for layer, row in enumerate(selected.values):
-        heads = np.flatnonzero(pool.values[layer])
-        drawn.values[layer, generator.choice(heads, row.sum(), replace=False)] = True
+        heads, count = np.flatnonzero(pool.values[layer]), int(row.sum())
+        if count > len(heads):
+            name = str(selected["layer"].values[layer])
+            raise ValueError(
+                f"expected at least {count} heads to draw from in {name!r}, got {len(heads)}"
+            )
+        drawn.values[layer, generator.choice(heads, count, replace=False)] = True
     return drawn
 
 

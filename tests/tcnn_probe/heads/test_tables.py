@@ -31,7 +31,7 @@ def test_random_heads_are_as_many_in_each_layer() -> None:
     share = np.mean([mask.sel(layer="a") for mask in drawn], 0)
     np.testing.assert_allclose(share, 2 / 7, atol=0.115)
     assert drawn[1].equals(tcnn_probe.random_heads(selection(), 1, among=among))
-    with pytest.raises(ValueError, match="larger sample than population"):
+    with pytest.raises(ValueError, match="at least 3 heads to draw from in 'b', got 2"):
         tcnn_probe.random_heads(selection(), 0, among=among.where(among["head"] < 2, False))
     with pytest.raises(TypeError, match="boolean DataArray for like"):
         tcnn_probe.random_heads(selection().astype(int), 0)
