@@ -8,6 +8,7 @@ hooks tell which module runs, and a function mode sees its calls of torch. Both 
 call ends, also after an exception.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -105,6 +106,18 @@ class Listener(Protocol):
         """Handle a call that an exception has ended."""
 
 
+def _frames_of_threads() -> dict[int, FrameType]:
+    """Return the running frame of each thread."""
+    # Python before 3.12 can deadlock if it collects garbage in this call (CPython issue 106883).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Forwards(Calls["Forward"]):
     """Notifies a listener of the forwards of a model that it wants to follow, until :meth:`detach`.
 
@@ -130,7 +143,7 @@ class Forwards(Calls["Forward"]):
         self._sequence = _Sequence()
         # Forwards in which this object was created are not followed, as their beginning was not.
         self._begun: dict[int, FrameType] = {}  # by thread
-        for thread, frame in sys._current_frames().items():
+        for thread, frame in _frames_of_threads().items():
             if (begun := outermost_call(names, frame)) is not None:
                 self._begun[thread] = begun
         self._attending = attending
