@@ -153,10 +153,9 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         runs = [run for run in planned(args, blocks) if not run.file(folder).exists()]
         if not runs:
             continue
-        # One view of every image for each epoch.
-        views = -(-args.steps * args.batch_size // len(images.train))
-        # A GPU computes features faster than a disk gives them.
-        views = views if args.device == "cpu" else 0
+        # One view of every image for each epoch; a GPU computes features at each step.
+        epochs = -(-args.steps * args.batch_size // len(images.train))
+        views = epochs if args.device == "cpu" else 0
         cache = folder / f"features_{blocks}"
         sizes = {"reference": args.reference, "probed": args.probed}
         trunk = Trunk(cnn, blocks).to(args.device)

@@ -70,9 +70,8 @@ def hidden_depth() -> int:
     """Return how many :func:`hidden_from_recorders` are active here;
     in autograd's threads, the maximum anywhere.
     """
-    if (
-        not HIDDEN_DEPTHS
-    ):  # nothing is hidden anywhere, which is found out much faster than the rest
+    # If nothing is hidden anywhere, this is found out much faster than the rest.
+    if not HIDDEN_DEPTHS:
         return 0
     # A thread that torch has started in C++ does not inherit the context variable, and may work for
     # any thread.

@@ -3,6 +3,7 @@ and nothing is left behind in any thread.
 """
 
 import _thread
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -288,3 +289,26 @@ def test_a_running_forward_is_not_taken_for_an_abandoned_one() -> None:
         sys.setswitchinterval(interval)
         stream.close()
     assert not failed
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_frames_of_threads_are_read(
+    collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python before 3.12 can deadlock there."""
+    read, enabled = sys._current_frames, list[bool]()
+
+    def frames() -> Any:
+        enabled.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with tcnn_probe.attention_stream(vit(), lambda attention: None):
+            assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert enabled
+    assert not any(enabled)
