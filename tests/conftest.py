@@ -62,7 +62,12 @@ def mark_of(path: Path) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests outside the core, and skip tests that the installed timm is too old for."""
+    """Mark tests outside the core, run them first,
+    and skip tests that the installed timm is too old for.
+    """
+    # The files that take longest are among them. A worker that began one of these at the end would
+    # keep the others waiting.
+    items.sort(key=lambda item: mark_of(item.path) is None)
     for item in items:
         if mark := mark_of(item.path):
             item.add_marker(mark)
