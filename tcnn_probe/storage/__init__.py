@@ -1,5 +1,4 @@
-"""Storage of recordings in zarr, to which marks are added atomically;
-the only package that uses zarr.
+"""Storage of recordings, the only package that uses zarr; marks are added atomically.
 
 A mark first extends every array, whose chunks are written to temporary files, flushed to the disk
 and renamed. Then the root ``zarr.json``, which states the length of every array of every group, is

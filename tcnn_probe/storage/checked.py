@@ -15,8 +15,7 @@ __all__ = ["CheckedStore"]
 
 
 class CheckedStore(WrapperStore[Store]):
-    """Store in which a chunk that is missing raises StoreError,
-    and the root is replaced by ``commit``.
+    """Store in which a missing chunk raises StoreError, and ``commit`` replaces the root.
 
     zarr itself checks the checksums of chunks, but takes a missing chunk for fill values. In a
     directory, StoreError is also raised once the recording was replaced by another one, instead of

@@ -1,6 +1,4 @@
-"""Recordings in directories: durable writes,
-a lock for one writer, and creation and replacement by renaming.
-"""
+"""Recordings in directories: durable writes, a lock, creation and replacement by renaming."""
 
 import asyncio
 import os
@@ -30,9 +28,7 @@ class DurableStore(LocalStore):
         self._is_open = True  # opening would create the directory
 
     async def set(self, key: str, value: Buffer, *args: Any) -> None:
-        """Write an object to a temporary file, rename it,
-        and wait until it and its new folders are on the disk.
-        """
+        """Write an object durably: a temporary file is renamed, and new folders are on the disk."""
         self._check_writable()
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
 
@@ -86,8 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def take_lock(directory: Path) -> FileLock:
-    """Take the lock of a directory, which may not exist yet, for one writer;
-    the system releases it when the process ends, in whatever way.
+    """Take the lock of a directory, which may not exist yet; it ends with the process.
 
     It lies beside the directory, and so outlasts a replacement. Forked processes do not inherit it.
     StoreError if another recorder holds it.

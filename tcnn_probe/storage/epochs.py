@@ -1,6 +1,4 @@
-"""The store of one recording, which is created or continued,
-extended mark by mark, read and closed.
-"""
+"""The store of one recording, extended mark by mark."""
 
 import uuid
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,7 @@ from tcnn_probe.storage.directory import (
 from tcnn_probe.storage.marks import Mark, write_mark
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, listed, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
-from tcnn_probe.storage.root import ALONG, GIVEN, HEADS, IDENTITY, VERSION, Root, join
+from tcnn_probe.storage.root import ALONG, GIVEN, HEADS, IDENTITY, VERSION, Root, is_recorded, join
 
 __all__ = ["EpochStore", "Mode"]
 
@@ -76,9 +74,9 @@ class EpochStore:
         return self._root.groups if self._root.text else None
 
     @property
-    def attrs(self) -> Mapping[str, Any] | None:
-        """The stored attributes of the root; None before the first mark."""
-        return self._root.attributes if self._root.text else None
+    def attrs(self) -> Mapping[str, Any]:
+        """The stored attributes of the root."""
+        return self._root.attributes
 
     @property
     def has_layers(self) -> bool:
@@ -160,9 +158,7 @@ class EpochStore:
 
     @contextmanager
     def _place_to_write(self) -> Iterator[CheckedStore]:
-        """Give the store to write a mark to: for the first one,
-        an empty one that takes the recording's place.
-        """
+        """Give the store to write a mark to; the first mark's is empty, and takes the place."""
         store = self._place.store
         if self._root.text:
             yield self._root.checked(self._place, writes=True)
@@ -192,9 +188,7 @@ class EpochStore:
         return open_dataset(self._root.checked(self._place))
 
     def tree(self) -> xr.DataTree:
-        """Open all groups, as :func:`open_recording` does,
-        with the committed marks; values are read lazily.
-        """
+        """Open all groups with the committed marks, as :func:`open_recording` does."""
         return open_tree(self._root.checked(self._place))
 
     def _resumed_marks(self) -> tuple[Mark, ...]:
@@ -239,9 +233,7 @@ class EpochStore:
             )
 
     def check_order(self, mark: Mark) -> None:
-        """Raise StoreError if a mark is there already,
-        does not come after the others, or is no integer as they are.
-        """
+        """Raise StoreError unless a mark comes after all others, and is an integer if they are."""
         if not self._marks:
             return
         last = self._marks[-1]
@@ -287,13 +279,14 @@ class EpochStore:
 
 
 def _check_replaceable(place: Place) -> None:
-    """Raise StoreError if a place holds something that no recording has written,
-    as replacing would delete it.
-    """
-    known = _OWN_FILES | Root.read(place).names
+    """Raise StoreError if replacing would delete something that no recording has written."""
+    documents = Root.read(place).documents.items()
+    names = {path.split("/")[0] for path, about in documents if is_recorded(about)}
     for name in place.names():
         # A killed mark may have left the array of a scalar.
-        if name not in known and GIVEN.encode() not in (place.read(f"{name}/{ROOT}") or b""):
+        if name not in _OWN_FILES | names and GIVEN.encode() not in (
+            place.read(f"{name}/{ROOT}") or b""
+        ):
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {name!r}"
             )

@@ -124,9 +124,7 @@ def _undo_remains(top: zarr.Group, root: Root) -> dict[str, zarr.Array[Any]]:
 
 
 def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the chunks of an array whose marks have rows of this shape:
-    (marks, *row), or less of a large row.
-    """
+    """Return the chunks (marks, *row) for rows of a shape, or less of a large row."""
     # A chunk has at least the size 1, even along a dimension of size 0.
     sizes = [max(size, 1) for size in row]
     for axis, size in enumerate(sizes):
@@ -188,8 +186,7 @@ def _write_labels(group: zarr.Group, name: str, labels: Sequence[Any], stored: A
 
 
 def _write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
-    """Extend arrays to this number of marks,
-    and write the last row of each; None stands for fill values.
+    """Extend arrays to a number of marks, and write the last row; None stands for fill values.
 
     They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have
     ended, so that none is written later.

@@ -31,9 +31,7 @@ UNFINISHED = ".tcnn_probe.init"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in zarr's thread. After Ctrl-C,
-    wait until it has ended, so that nothing is written later.
-    """
+    """Run a coroutine in zarr's thread; Ctrl-C is raised once it has ended and writes no more."""
     ended = threading.Event()
 
     async def watched() -> T:
@@ -77,9 +75,7 @@ class Place:
         return sorted(listed(lambda: self.store.list_dir("")))
 
     def root(self) -> bytes | None:
-        """Read the root ``zarr.json``; None if the place is empty or unfinished,
-        StoreError if it has other files.
-        """
+        """Read the root; None if nothing is there, or unfinished; StoreError for other files."""
         root = self.read(ROOT)
         names = self.names() if root is None else []
         if names and UNFINISHED not in names:
@@ -93,9 +89,7 @@ class Place:
         )
 
     def check_writable(self) -> None:
-        """Raise StoreError if a directory evidently cannot be written or created beside its lock;
-        nothing is written for this check.
-        """
+        """Raise StoreError if a directory evidently cannot be written; write nothing for this."""
         if self.directory is None:
             return
         around = next(folder for folder in self.directory.parents if folder.exists())
@@ -108,8 +102,7 @@ class Place:
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
-    """Return the place of a target: memory for None,
-    a URL for a string with "://", a path for other strings.
+    """Return the place of a target: memory for None, else a store, a URL with "://" or a path.
 
     StoreError for an empty path, and for a store that cannot be written; for a URL that cannot be
     opened, the error of fsspec.

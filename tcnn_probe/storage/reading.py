@@ -57,9 +57,7 @@ def open_tree(store: Store) -> xr.DataTree:
 
 
 def numbers(tree: xr.DataTree) -> xr.Dataset:
-    """Return heads and scalars of an opened recording in one dataset,
-    as ``xr.open_zarr`` returns them.
-    """
+    """Return heads and scalars of a recording as one dataset, as ``xr.open_zarr`` does."""
     heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
     return heads.assign(tree.to_dataset().data_vars).assign_attrs(tree.attrs | heads.attrs)
 

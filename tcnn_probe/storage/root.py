@@ -1,6 +1,4 @@
-"""The root ``zarr.json``, which describes a recording
-and its number of marks; a mark writes it last.
-"""
+"""The root ``zarr.json``, which describes a recording; a mark writes it last."""
 
 import json
 from collections.abc import Mapping
@@ -37,9 +35,7 @@ BY_RUN = ("missing", "unsupported")
 OWN_ATTRIBUTES = frozenset(
     [VERSION, ALONG, LAYERS, COORDS, IDENTITY, *BY_RUN, "images", "image_hashes", "weights"]
 )
-"""Attributes that a recording writes itself;
-a user's attributes of these names would be lost or misread.
-"""
+"""Attributes that a recording writes itself, and users must not."""
 GIVEN = "As given to mark()."
 """Description of scalars, which tells them from recorded variables."""
 HEADS = "heads"
@@ -59,16 +55,17 @@ class Root:
 
     @classmethod
     def read(cls, place: Place) -> "Root":
-        """Read the root at a place.
+        """Read the root at a place, see :meth:`parse`."""
+        return cls.parse(place.root(), place)
+
+    @classmethod
+    def parse(cls, text: bytes | None, place: Place) -> "Root":
+        """Read the text of a root; None gives an empty one.
 
         StoreError for something else, a recording of another schema version, or damaged metadata.
         """
-        text = place.root()
-        return cls() if text is None else cls.parse(text, place)
-
-    @classmethod
-    def parse(cls, text: bytes, place: Place) -> "Root":
-        """Read the text of a root; StoreError as for :meth:`read`."""
+        if text is None:
+            return cls()
         try:
             document = json.loads(text)
             attributes = document["attributes"]
@@ -106,28 +103,15 @@ class Root:
         return self.documents[self.along]["shape"][0]
 
     @cached_property
-    def growing(self) -> dict[str, Mapping[str, Any]]:
-        """Metadata of the arrays over the marks, by path."""
-        return {
-            path: about
-            for path, about in self.documents.items()
-            if is_recorded(about) and about["dimension_names"][0] == self.along
-        }
-
-    @cached_property
     def scalars(self) -> set[str]:
         """Names of the scalars that were given to ``mark()``."""
         return {
             path
-            for path, about in self.growing.items()
-            if "/" not in path and about["attributes"].get("description") == GIVEN
+            for path, about in self.documents.items()
+            if "/" not in path
+            and is_recorded(about)
+            and about["attributes"].get("description") == GIVEN
         } - {self.along}
-
-    @property
-    def names(self) -> set[str]:
-        """Names of everything that the recording has at the root of its store."""
-        arrays = [path for path, about in self.documents.items() if is_recorded(about)]
-        return {path.split("/")[0] for path in arrays}
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -142,29 +126,24 @@ class Root:
         variables, sizes = {}, {}
         for full_name, about in self.documents.items():
             parent, _, name = full_name.rpartition("/")
-            if not is_recorded(about) or parent != path:
+            if not is_recorded(about) or parent != path or name in (self.along, "layer"):
                 continue
             dims = about["dimension_names"]
-            if full_name in self.growing:
-                if full_name in self.scalars or name == self.along:
-                    continue
+            if dims == [name]:
+                sizes[name] = about["shape"][0]
+            elif dims[0] == self.along and full_name not in self.scalars:
                 text = {
                     key: about["attributes"].get(key, "")
                     for key in ("units", "long_name", "description")
                 }
-                variables[name] = Variable(
-                    (*dims[1:],), **text, dtype=str(np.dtype(about["data_type"]))
-                )
-            elif dims == [name] and name != "layer":
-                sizes[name] = about["shape"][0]
+                dtype = str(np.dtype(about["data_type"]))
+                variables[name] = Variable((*dims[1:],), **text, dtype=dtype)
         layers, coords = (json.loads(attributes.get(name, "{}")) for name in (LAYERS, COORDS))
         return Group(variables, layers, sizes, coords)
 
 
 def is_recorded(document: Mapping[str, Any]) -> bool:
-    """Return whether this is the metadata of an array of a recording,
-    and not of one that a user has added.
-    """
+    """Return whether these are the metadata of a recorded array, and not of a user's."""
     if document["node_type"] != "array" or not document.get("dimension_names"):
         return False
     # Older recordings keep maps in shards.
@@ -172,9 +151,7 @@ def is_recorded(document: Mapping[str, Any]) -> bool:
 
 
 def tables(group: Group) -> dict[str, str]:
-    """Return the attributes of a group: its layers
-    and the labels along its dimensions, as JSON, and coordinates.
-    """
+    """Return a group's attributes: its layers and labels, as JSON, and its coordinates."""
     layers = {name: dict(about) for name, about in group.layers.items()}
     coords = {name: list(labels) for name, labels in group.coords.items()}
     texts = {LAYERS: layers} | ({COORDS: coords} if coords else {})

@@ -70,8 +70,10 @@ def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
     """Name recordings by the part of their paths in which they differ."""
     if any(isinstance(target, Store) for target in targets):
         raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
-    texts = [os.fspath(target).rstrip("/\\") for target in targets]  # type: ignore[arg-type]
-    texts = [text.removesuffix(".zarr") for text in texts]
+    texts = [
+        os.fspath(target).rstrip("/\\").removesuffix(".zarr")  # type: ignore[arg-type]
+        for target in targets
+    ]
     # From the last part: seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
     parts = [*zip(*(re.split(r"[/\\]", text)[::-1] for text in texts), strict=False)]
     last = parts[0] if parts else ()
@@ -101,7 +103,7 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
     groups: dict[str, xr.Dataset] = {}
     for path in paths:
         members = {
-            name: tree[path].to_dataset() if path in tree.groups else None
+            name: tree[path].to_dataset() if path in tree.groups else xr.Dataset()
             for name, tree in trees.items()
         }
         group = _group(members, marks, absent, path.strip("/"))
@@ -123,36 +125,32 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
 
 
 def _group(
-    members: Mapping[str, xr.Dataset | None],
+    members: Mapping[str, xr.Dataset],
     marks: dict[str, np.ndarray],
     absent: Mapping[str, dict[str, list[Any]]],
     path: str,
 ) -> xr.Dataset:
-    """Join a group of all runs on the union of their labels,
-    and note in ``absent`` what a run lacks.
-    """
-    present = {name: ds for name, ds in members.items() if ds is not None}
-    datasets = [*present.values()]
+    """Join a group of all runs, and note in ``absent`` what a run lacks."""
+    datasets = [*members.values()]
     dims = dict.fromkeys(str(dim) for ds in datasets for dim in ds.dims)
     # Every group gets the marks of all runs, because a tree aligns its nodes with the root.
     labels = {
         dim: _union([ds[dim].values for ds in datasets if dim in ds.dims]) for dim in dims
     } | marks
-    if any(ds.data_vars for ds in datasets):
-        for name in members.keys() - present.keys():
+    has_values = any(ds.data_vars for ds in datasets)
+    for name, ds in members.items():
+        if has_values and not ds.variables:
             absent[name].setdefault("groups", []).append(path)
-    for name, ds in present.items():
         for dim in labels.keys() & ds.dims:
             lacking = ~np.isin(labels[dim], ds[dim].values)
             if lacking.any():
                 place = dim if dim in marks else f"{path}/{dim}"
                 absent[name][place] = labels[dim][lacking].tolist()
-    variables = {}
     names = dict.fromkeys(key for ds in datasets for key in ds.variables if key not in ds.dims)
-    for key in names:
-        parts = [None if ds is None else ds.get(key) for ds in members.values()]
-        variables[key] = _variable(str(key), parts, labels)
-    first = datasets[0]
+    variables = {
+        key: _variable(str(key), [ds.get(key) for ds in datasets], labels) for key in names
+    }
+    first = next(ds for ds in datasets if ds.variables)
     coords = {
         dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {})
         for dim in labels
@@ -224,9 +222,7 @@ class _Joined(BackendArray):
 
 
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the union of the labels of all runs:
-    numbers ascending, text in the order of appearance.
-    """
+    """Return the labels of all runs: numbers ascending, text in the order of appearance."""
     joined = np.concatenate(labels)
     return (
         np.unique(joined)
@@ -252,15 +248,10 @@ def _differing(attributes: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]
     differing = {}
     for name in (name for name in names if name not in OWN_ATTRIBUTES | shared.keys()):
         values = [attrs.get(name) for attrs in attributes]
-        if all(value is None or type(value) in (int, float) for value in values):
-            numbers = [np.nan if value is None else value for value in values]
-            differing[name] = np.array(numbers)
+        if {type(value) for value in values} <= {int, float, type(None)}:
+            values = [np.nan if value is None else value for value in values]
         else:
-            differing[name] = np.array([_text(value) for value in values])
+            texts = ["" if value is None else value for value in values]
+            values = [text if isinstance(text, str) else json.dumps(text) for text in texts]
+        differing[name] = np.array(values)
     return differing
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return json.dumps(value)

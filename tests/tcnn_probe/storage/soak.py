@@ -1,5 +1,4 @@
-"""Random operations on recordings, in processes that are killed at any moment;
-every value is checked after each.
+"""Random operations on recordings, in processes that are killed; every value is checked.
 
     python -m tests.tcnn_probe.storage.soak --minutes 60
 
@@ -33,9 +32,7 @@ Tell = Callable[[int], object]
 
 
 class Child:
-    """A forked process that does some work and sends numbers;
-    the parent process has not opened a store.
-    """
+    """A forked process that does some work and sends numbers."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
@@ -64,9 +61,7 @@ class Child:
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:
-        """Return the remaining numbers after the process has ended or been killed;
-        assert that it has not failed.
-        """
+        """Return the remaining numbers once the process has ended well, or been killed."""
         if kill:
             os.kill(self.pid, signal.SIGKILL)
         with self._told:
@@ -109,9 +104,7 @@ def refused(source: EpochStore | Path, tell: Tell) -> None:
 
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
-    """Compare everything in a store with the seeds,
-    as plain xarray reads it, without changing the store.
-    """
+    """Compare everything in a store with the seeds; reading must not change the store."""
     before = contents(path)
     expected = {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
     for epoch, seed in enumerate(seeds):
@@ -157,9 +150,7 @@ def peek(path: Path, tell: Tell) -> None:
 
 
 class Soak:
-    """Operations on one recording after another,
-    with the ``seeds`` of its marks and ``counts`` of the operations.
-    """
+    """Operations on one recording after another, with the ``seeds`` of its marks."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = folder / "run.zarr"
@@ -217,9 +208,7 @@ class Soak:
         self._killed(writer, announced, 0)
 
     def replace(self) -> None:
-        """Replace the recording and sometimes kill the writer,
-        which leaves the old recording or the new mark.
-        """
+        """Replace the recording; a killed writer leaves the old recording or the new mark."""
         if not self.seeds:
             self.mark()
         self.runs += 1

@@ -1,6 +1,4 @@
-"""Recordings for tests of the store, in
-which every value follows from a number given with the mark.
-"""
+"""Recordings for tests of the store; every value follows from a number of the mark."""
 
 import os
 import re
@@ -63,9 +61,7 @@ class Remote(MemoryStore):
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return values by group and variable: distinct for every seed,
-    variable, layer, head, ... and exact.
-    """
+    """Return values by group and variable, distinct everywhere and for every seed, and exact."""
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():
         arrays[path] = {}

@@ -1,6 +1,4 @@
-"""Copies and selections of recordings, saved
-by xarray as zarr or netCDF; and one of several runs.
-"""
+"""Copies and selections of recordings, of one or several runs, in zarr and netCDF."""
 
 import json
 from pathlib import Path
@@ -25,9 +23,7 @@ NOT_OF_NETCDF = {
 
 @pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
 def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> xr.DataTree:
-    """Gated heads, softmax heads with maps,
-    attributes like those of tcnn-finetune, or several runs with maps.
-    """
+    """Gated heads, softmax heads with maps, attributes of all kinds, or several runs."""
     if request.param in ("tcnn", "vit"):
         return tcnn_probe.load_example(request.param)
     path = tmp_path_factory.mktemp("copies") / "run.zarr"

@@ -1,6 +1,4 @@
-"""A run that fails at any step of a write leaves the marks before it and can be continued,
-also after a loss of power: files reach the disk in an order that allows it.
-"""
+"""After a failure or loss of power at any step, earlier marks are there and others follow."""
 
 import errno
 import os
@@ -134,9 +132,7 @@ def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> 
 def test_interrupt_from_the_keyboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """Writes in progress end before the interrupt is raised,
-    so they cannot overwrite later ones.
-    """
+    """Writes in progress end before the interrupt is raised: they cannot overwrite later ones."""
     # Background jobs ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     store = create(tmp_path / "run.zarr")
@@ -166,9 +162,7 @@ def test_interrupt_from_the_keyboard(
 
 
 def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -> int:
-    """Return the step at which the last file and new folder was on the disk,
-    a file being synced before it is named.
-    """
+    """Return the step at which all was on the disk; a file is synced before it is named."""
     times = []
     for path in changed:
         written = done.index(f"fsync {path.parent}/.{path.name}.partial")
@@ -180,9 +174,7 @@ def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -
 
 @pytest.mark.parametrize("mark", ["the first", "same scalars", "new scalar"])
 def test_chunks_reach_the_disk_before_the_root(tmp_path: Path, mark: str) -> None:
-    """The first mark fills a folder of another name,
-    and its last step brings its own name to the disk.
-    """
+    """The first mark fills a folder of another name, which it renames in the end."""
     path = tmp_path / "a" / "b" / "run.zarr"
     store, before, folder = create(path), {}, path
     if mark == "the first":

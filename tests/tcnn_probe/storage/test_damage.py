@@ -35,9 +35,7 @@ def load(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["a bit", "half", "empty", "missing"])
 def test_every_damaged_chunk_is_noticed(path: Path, damage: str) -> None:
-    """Chunks are of numbers, maps, labels and the marks;
-    a missing one would be read as NaN and copied.
-    """
+    """A missing chunk would be read as NaN and copied."""
     chance = random.Random(0)
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     # With an empty list everything below would pass.

@@ -66,9 +66,7 @@ def test_marks_in_several_chunks(
 
 
 def with_late_layer(groups: Mapping[str, Group], number: int) -> dict[str, Group]:
-    """Return the groups with one more layer in each,
-    which has more heads, and with a group of maps of its own.
-    """
+    """Return the groups with one more layer, of more heads, and another group of maps."""
     grown = {}
     for path, group in groups.items():
         layers = {**group.layers, f"late.{number}": {"kind": "late"}}
@@ -89,9 +87,7 @@ def row_of(groups: Mapping[str, Group], mark: int) -> dict[str, dict[str, np.nda
 
 
 def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
-    """Assert that each mark of a recording has the values of its groups,
-    and fill values around them.
-    """
+    """Assert that each mark has the values of its groups, and fill values around them."""
     tree = open_recording(place)
     assert tree.epoch.values.tolist() == list(range(len(groups)))
     for path, group in groups[-1].items():
@@ -110,9 +106,7 @@ def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
 def test_layers_join_and_a_crash_meanwhile_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Layers join before and after a boundary of chunks,
-    also one by one in the same chunk of layers.
-    """
+    """Layers join on both sides of a boundary of chunks, and within a chunk of layers."""
     monkeypatch.setattr("tcnn_probe.storage.marks.MOST_MARKS", 4)
     path = Remote() if kind == "memory" else tmp_path / "run.zarr"
     groups = {"": Group({}, {})}

@@ -13,26 +13,8 @@ import tcnn_probe
 from tcnn_probe.storage import EpochStore
 
 
-def test_the_transformed_cnn_begins_as_a_convolution() -> None:
-    heads = tcnn_probe.load_example()["heads"].dataset
-    present = heads.gate[0].notnull()
-    assert present.sum("head").values.tolist() == [25, 25, 25, 25, 9]
-    assert heads.gate[0].where(present).mean() == pytest.approx(1 / (1 + np.exp(-1)))
-    for name in ("entropy", "attention_distance", "content_information", "attention_span"):
-        assert (np.isfinite(heads[name].load()) == present).all(), name
-    types = tcnn_probe.head_types(heads)
-    assert ((types == "convolutional") == (types != "")).isel(epoch=0).all()
-
-
-def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
+def test_the_vision_transformer_has_the_maps_of_its_digits() -> None:
     tree = tcnn_probe.load_example("vit")
-    # Chance is one digit in ten; the page on attention maps says 96 %.
-    first, last = tree.top1.values[[0, -1]]
-    assert first < 0.2
-    assert last > 0.9
-    types = tcnn_probe.head_types(tree["heads"].dataset)
-    assert (types.isel(epoch=0) == "averaging").all()
-    assert (types.isel(epoch=-1) == "content").sum() >= 4
     assert tcnn_probe.health(tree) == tcnn_probe.health(tree["heads"].dataset)
     # The maps are of digits that anyone has.
     maps = tree["maps/4x4x4"].dataset

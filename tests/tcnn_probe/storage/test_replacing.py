@@ -1,6 +1,4 @@
-"""``mode="w"`` keeps the old recording whole until the new one is there,
-and deletes nothing of the user.
-"""
+"""``mode="w"`` keeps the old recording until the new one is there, and the user's files."""
 
 import errno
 import os
@@ -40,9 +38,7 @@ def replace(path: Path) -> EpochStore:
 
 
 def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Run ``work`` in a process that exits before change number ``number``,
-    as if killed; return the changes so far.
-    """
+    """Run ``work`` in a process that is killed before a change; return the changes so far."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
@@ -120,9 +116,7 @@ def test_a_recording_that_is_deleted_before_it_is_replaced(tmp_path: Path) -> No
 
 
 def test_killed_replacement_in_stores_without_renaming() -> None:
-    """The old recording is deleted first; a killed recorder leaves no recording,
-    and the place can be recorded to.
-    """
+    """The old recording is deleted first; after a kill the place can be recorded to."""
     recording(target := Remote(), 2)
     delete = target.delete
     deleted = []

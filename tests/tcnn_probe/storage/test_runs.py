@@ -21,9 +21,7 @@ MAPS = "maps/3x2x5"
 def _record(
     path: Path, layers: Sequence[str], heads: int, marks: Sequence[float], about: dict[str, Any]
 ) -> Path:
-    """Record numbers of every head, maps of the first layer
-    if there are three heads, class indices, and the rate.
-    """
+    """Record numbers of every head, a class index, the rate, and maps of a layer of three heads."""
     groups = {
         "": Group(
             {
