@@ -1,6 +1,4 @@
-"""Checks of an epoch, and of the recording that is there, before a mark is stored:
-errors, and the texts of warnings.
-"""
+"""Errors and warnings of a mark, raised or worded before the epoch is stored."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -39,9 +37,7 @@ class OtherLayersError(StoreError):
 
 
 def check_probes(collector: Collector) -> None:
-    """Raise an error if it is known before a forward that probes have no layer,
-    or if no probe has the wanted maps.
-    """
+    """Raise an error if it is clear before a forward that probes have no layer, or no maps."""
     probes, sampling = collector.probes, collector.sampling
     kinds = [probe.kind for probe in probes]
     has_maps = any(probe.maps and probe.images is None for probe in probes)
@@ -52,9 +48,9 @@ def check_probes(collector: Collector) -> None:
         for module in collector.names
         if isinstance(module, AttentionPool2d) and module.num_classes is not None
     ]
-    if sampling.classes and not (sampling.images and counts):
+    if sampling.class_indices and not (sampling.images and counts):
         raise ValueError(
-            f"classes={sampling.plain_classes} chooses maps: expected images=, and a layer with a "
+            f"classes={sampling.classes} chooses maps: expected images=, and a layer with a "
             "token for each class"
         )
     for count in counts:
@@ -71,11 +67,9 @@ def check_probes(collector: Collector) -> None:
 def check_same_recording(
     store: EpochStore, provenance: Mapping[str, str], collector: Collector
 ) -> None:
-    """Raise an error if the store is known, before a forward,
-    to be of another model, layers, images or classes.
-    """
+    """Raise an error if the store is known to be of another model, layers, images or classes."""
     groups, attrs, sampling = store.groups, store.attrs, collector.sampling
-    if groups is None or attrs is None:
+    if groups is None:
         return
     for name in ("model_class", "model_architecture"):
         stored, current = attrs.get(name), provenance.get(name)
@@ -90,22 +84,21 @@ def check_same_recording(
             f"the store keeps maps of the images {images}, and images= asks for "
             f"{list(sampling.images)}"
         )
-    # A recording that has only scalars may get layers, for example when a CNN has become a T-CNN.
-    if not store.has_layers:
-        return
+    kinds = [probe.kind for probe in collector.probes]
     for path, group in groups.items():
         for layer, table in group.layers.items():
             # "name#1" is the second attention in a call of the module "name".
             if layer.split("#")[0] not in collector.names.values():
                 raise _other_layers(layer, "a layer", "absent in this model")
-            if path.startswith(MAPS_OF_CLASSES):
-                classes = table["classes"], sampling.plain_classes
-                if classes[0] != classes[1]:
-                    raise StoreError(
-                        f"the store has maps of {layer!r} with classes={classes[0]}, got "
-                        f"classes={classes[1]}"
-                    )
-    for (layer, kind), measured in collector.layers.items():
+            if not group.maps and table["kind"] not in kinds:
+                raise _other_layers(layer, table["kind"], "absent")
+            if path.startswith(MAPS_OF_CLASSES) and table["classes"] != sampling.classes:
+                raise StoreError(
+                    f"the store has maps of {layer!r} with classes={table['classes']}, got "
+                    f"classes={sampling.classes}"
+                )
+    # A recording that has only scalars may get layers, for example when a CNN has become a T-CNN.
+    for (layer, kind), measured in collector.layers.items() if store.has_layers else ():
         probe, facts = measured.probe, {"kind": kind, **measured.facts()}
         group = groups.get(probe.place, Group({}, {}))
         # Only facts that are known before a forward are compared; the stored table has more.
@@ -124,38 +117,32 @@ def _other_layers(layer: str, stored: object, current: object) -> StoreError:
     )
 
 
-def check_resumed(stored: Groups, current: Groups, kinds: Collection[str]) -> None:
-    """Raise an error if the store has other numbers of a layer,
-    or those of a probe that does not measure now.
+def check_resumed(stored: Groups, current: Groups) -> None:
+    """Raise an error if the store has other numbers of a layer.
 
     Layers that have not run yet may be absent, other layers may join, and maps may have another
     size, as sizes of images may differ from run to run. Variables that the recording began without,
     in an earlier version, are left out of it.
     """
     for path, before in stored.items():
-        if before.maps:
-            continue
         now = current.get(path, Group({}, {}))
         layers = [layer for layer in before.layers if layer in now.layers]
-        names = before.variables.keys() & now.variables.keys() if layers else set()
-        dims: set[str] = set()
+        if before.maps or not layers:
+            continue
+        names = sorted(before.variables.keys() & now.variables.keys())
+        dims: list[str] = []
         # Sizes and labels are those of the largest layer, and variables those of any, which may be
         # absent.
         if before.layers.keys() == now.layers.keys():
-            names = {*before.variables} if layers else set()
-            dims = {dim for name in names for dim in before.variables[name].dims} - {"layer"}
-        there, here = (
-            _facts(group, layers, sorted(dims), sorted(names)) for group in (before, now)
-        )
+            names = sorted(before.variables)
+            dims = sorted({dim for name in names for dim in before.variables[name].dims[1:]})
+        there, here = (_facts(group, layers, dims, names) for group in (before, now))
         for fact, value in there.items():
             if value != here[fact]:
                 raise StoreError(
                     f"the store is a recording of something else ({fact}: {value} there, "
                     f"{here[fact]} here): choose another path"
                 )
-        for layer, table in before.layers.items():
-            if table["kind"] not in kinds:
-                raise _other_layers(layer, table["kind"], "absent")
 
 
 def _facts(
@@ -199,9 +186,14 @@ def check_epoch(
     names = [layer_filter] if isinstance(layer_filter, str) else layer_filter
     for name in () if names is None or callable(names) else names:
         if not matching(recorded, name):
+            reasons = {
+                layer: reason
+                for layer, reason in collector.stream.unsupported.items()
+                if f"{layer}.".startswith(f"{name}.")
+            }
             raise RuntimeError(
                 f"nothing was recorded of the layers asked for, {name!r}: "
-                f"{_reasons_inside(collector, name) or 'no attention was seen there'}"
+                f"{reasons or 'no attention was seen there'}"
             )
 
 
@@ -231,10 +223,9 @@ def _what_is_lacking(
     if collector.attention_probes and not (collector.forwards.measured or has_run):
         what = f"attention is to be measured, and no forward in {mode} began"
         return f"{what} (or leave the probes of attention out)" if layers else what
-    if not layers and layer_filter is not None:
-        return f"no attention was seen in the layers asked for, {layer_filter!r},"
     if not layers:
-        return f"no attention was seen in {collector.model_class}"
+        asked_for = f"the layers asked for, {layer_filter!r},"
+        return f"no attention was seen in {asked_for if layer_filter else collector.model_class}"
     images = collector.sampling.images
     counts = [collector.sums.images(key) for key in layers if layers[key].probe.maps]
     # The first mark creates the groups of maps, so it needs a map to know their size.
@@ -277,20 +268,10 @@ def _notes(collector: Collector) -> list[str]:
     return notes
 
 
-def _reasons_inside(collector: Collector, name: str) -> dict[str, str]:
-    """Return the reasons why parts of a layer are not recorded."""
-    return {
-        layer: reason
-        for layer, reason in collector.stream.unsupported.items()
-        if f"{layer}.".startswith(f"{name}.")
-    }
-
-
 def idle_probes(
     kinds: Collection[str], collector: Collector, sums: Mapping[Key, EpochSums]
 ) -> Iterator[str]:
-    """Yield warnings of probes that the user has named
-    and that have no layer, or no parameters to read.
+    """Yield warnings of probes that the user names and that lack a layer, or parameters to read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
     """
@@ -328,9 +309,7 @@ def joined_layers(stored: Groups, groups: Groups) -> Iterator[str]:
 def doubtful_values(
     entries: Iterable[LayerValues], groups: Groups, sums: Mapping[Key, EpochSums]
 ) -> Iterator[str]:
-    """Yield warnings that name the layers with NaN or infinite numbers,
-    and those without content information, because they saw images of several sizes.
-    """
+    """Yield warnings that name layers with NaN or infinity, or that saw images of several sizes."""
     counts: dict[str, int] = {}
     broken: list[str] = []
     for entry in entries:

@@ -22,12 +22,9 @@ from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.measured import (
-    MAPS_BY_CLASS,
     ForwardValues,
     Key,
-    Measured,
     check_measured,
-    select_classes,
 )
 from tcnn_probe.recording.measured_layer import MeasuredLayer
 from tcnn_probe.recording.options import Sampling
@@ -87,8 +84,6 @@ class Collector(AttentionListener):
             self.names,
             sampling,
             {*sampling.images}.union(*map(sampling.images_of, probes)),
-            self._begins_forward,
-            self._is_full,
         )
         self.lock = threading.RLock()
         self._measuring: dict[nn.Module, list[MeasuredLayer]] = {}
@@ -103,11 +98,6 @@ class Collector(AttentionListener):
             watched=self._measuring.keys() | self._watched_parts,
             tokens=tokens,
         )
-        try:
-            self._follow_gradients()
-        except BaseException:
-            self.remove()
-            raise
 
     @property
     def layers(self) -> dict[Key, MeasuredLayer]:
@@ -170,9 +160,7 @@ class Collector(AttentionListener):
         return sums
 
     def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
-        """Return the sums of all ranks, also of layers
-        that only others have measured, and note what they lack.
-        """
+        """Return the sums of all layers of all ranks, and note what these lack."""
         for part in parts:
             for key in part:
                 self.expect(*key)
@@ -187,15 +175,15 @@ class Collector(AttentionListener):
     # The following methods implement tcnn_probe.attention.listener.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
-        """Return whether to measure this call, and prepare
-        for it. Calls of one forward are measured together.
-        """
-        is_measured = self.forwards.begins(
-            entry,
-            inputs,
-            continues=continues,
-            measuring=lambda: self._measuring.keys() | self.stream.attending,
-        )
+        """Return whether to measure a call. Calls of one forward are measured together."""
+        # A forward that goes on after a mark counts as a new one.
+        continues = continues and self.forwards.belongs_to_epoch
+        if not continues:
+            for layer in self._all():
+                layer.follow_gradients()
+            measuring = self._measuring.keys() | self.stream.attending
+            self.forwards.begins(can_measure=self._can_measure(), measuring=measuring)
+        is_measured = self.forwards.calls(entry, inputs, continues=continues)
         if is_measured:
             self._clear()
         return is_measured
@@ -247,21 +235,18 @@ class Collector(AttentionListener):
         for probe in self._probes_of(attention.module):
             assert probe.attention is not None
             room = self._values.room(attention.name, probe)
-            # Probes share what an attention has computed, unless their limits differ.
-            limited = attention if room is None else replace(attention, limit=room)
             try:
-                measured = check_measured(probe, probe.attention(limited), by_image=True)
+                measured = probe.attention(_limited(attention, room))
             except NotMeasuredError as reason:
                 for layer in layers:
                     self.note_missing(layer.name, probe.variables, str(reason))
                 continue
-            if len(layers) == 1:
-                self._values.keep(probe, measured, limited)
-                continue
+            measured = check_measured(probe, measured, by_image=True)
             end = 0
-            for layer in layers if measured else ():
-                own = _of_heads(probe, measured, slice(end, end := end + layer.heads))
-                self._values.keep(probe, own, layer if room is None else replace(layer, limit=room))
+            for layer in layers:
+                heads = slice(end, end := end + layer.heads)
+                own = measured if len(layers) == 1 else _of_heads(probe, measured, heads)
+                self._values.keep(probe, own, _limited(layer, room))
         for layer in layers:
             self._note_tokens(layer.name, layer.layout)
 
@@ -274,9 +259,7 @@ class Collector(AttentionListener):
             self.note_missing(layer, lacking.intersection(known), layout.reason)
 
     def returned(self, call: ModuleCall, output: Any) -> None:
-        """Measure a module that has run, or keep its call
-        if it is a part that probes of its parent need.
-        """
+        """Measure a module that has run, or keep its call if probes of its parent need it."""
         module, inputs = call
         if module in self._watched_parts:
             name = self.names[module]
@@ -285,18 +268,17 @@ class Collector(AttentionListener):
         parts = {
             name: self._calls[part] for name, part in submodules.items() if part in self._calls
         }
-        for measuring in self._measuring.get(module, ()):
-            probe, layer = measuring.probe, measuring.name
+        verification = self.stream.verification
+        for layer in self._measuring.get(module, ()):
+            name, probe = layer.name, layer.probe
             assert probe.measure is not None
-            # The probe sees the parameters that the forward used, including the edits of ablations.
-            with named_in_errors(layer):
-                limit, verification = self._values.room(layer, probe), self.stream.verification
-                measured_call = ForwardCall(
-                    module, layer, inputs, output, parts, limit, verification
-                )
-                measure = partial(probe.measure, measured_call)
-                measured = check_measured(probe, run_with_gates(module, measure), by_image=True)
-                self._values.keep(probe, measured, measured_call)
+            with named_in_errors(name):
+                room = self._values.room(name, probe)
+                seen = ForwardCall(module, name, inputs, output, parts, room, verification)
+                # The probe sees the parameters that the forward used, including the edits of
+                # ablations.
+                measured = run_with_gates(module, partial(probe.measure, seen))
+                self._values.keep(probe, check_measured(probe, measured, by_image=True), seen)
         # Calls of the parts are dropped: their tensors may be large, and the next call of the
         # module has new ones.
         for part in submodules.values():
@@ -306,23 +288,16 @@ class Collector(AttentionListener):
         """Add the measurements of the forward, unless the epoch was marked meanwhile."""
         try:
             self._measure_waiting()
-            measured = self._values.measured
+            measured = self._values.ended(layers, output)
         finally:
             self._clear()
         with self.lock:
             if not self.forwards.belongs_to_epoch:
                 return
             self.forwards.ends()
-            # A softmax whose result was multiplied with no values is not attention: `layers` lacks
-            # it.
-            measured = [
-                values
-                for values in measured
-                if values.probe.attention is None or values.layer in layers
-            ]
-            self.sums.add(measured)
             for values in measured:
-                self._add_maps(values, output if self.forwards.whole_model else None)
+                self._layer(values.layer, values.module, values.probe)
+            self.sums.add(measured)
 
     def fails(self) -> None:
         """Discard the measurements of the forward."""
@@ -377,9 +352,7 @@ class Collector(AttentionListener):
             self._missing.setdefault(variable, {})[layer] = reason
 
     def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
-        """Note that no image had reached a layer at a mark,
-        unless another reason is known for a variable.
-        """
+        """Note that no image had reached a layer at a mark, unless there is another reason."""
         for variable in variables:
             reasons = self._missing.setdefault(variable, {})
             if reasons.get(layer, UNREACHED).startswith(UNREACHED):
@@ -388,14 +361,6 @@ class Collector(AttentionListener):
     def _ignores_gradients(self) -> bool:
         return self.forwards.pauses > 0 or hidden_depth() > self._depth
 
-    def _follow_gradients(self) -> None:
-        for layer in self._all():
-            layer.follow_gradients()
-
-    def _begins_forward(self) -> bool:
-        self._follow_gradients()
-        return bool(self.attention_probes) or any(layer.probe.runs for layer in self._all())
-
     def _clear(self) -> None:
         self._waiting: dict[str, SoftmaxAttention] = {}  # by layer
         self._calls: dict[nn.Module, ForwardCall] = {}
@@ -403,25 +368,21 @@ class Collector(AttentionListener):
             self.forwards, self.sampling, self.sums.images, self.note_missing
         )
 
-    def _is_full(self) -> bool:
-        # Layers may see different numbers of images; forwards are skipped once all layers have
-        # enough.
-        layers = [*self._layers.items()]
-        counts = [self.sums.images(key) for key, layer in layers if layer.probe.runs]
+    def _can_measure(self) -> bool:
+        """Return whether a probe measures forwards, and a layer has not seen enough images."""
         limit = self.sampling.max_images
-        return limit is not None and bool(counts) and min(counts) >= limit
+        # Layers may see different numbers of images.
+        counts = [
+            self.sums.images(key) for key, layer in [*self._layers.items()] if layer.probe.runs
+        ]
+        if limit is None or not counts:
+            return bool(self.attention_probes or counts)
+        return min(counts) < limit
 
-    def _add_maps(self, measured: Measured, output: Any) -> None:
-        probe, layer, maps = measured.probe, measured.layer, measured.maps
-        self._layer(layer, measured.module, probe)
-        if MAPS_BY_CLASS in maps:
-            maps, reason = select_classes(
-                maps, self.sampling, output, measured.numbers, measured.batch
-            )
-            if reason:
-                self.note_missing(layer, probe.class_variables, reason)
-        numbers = [measured.before + number for number in measured.numbers]
-        self.sums.add_maps(measured.key, probe, numbers, maps)
+
+def _limited(attention: Attention, limit: int | None) -> Attention:
+    """Return an attention with a limit of images, which shares what was computed of it."""
+    return attention if limit is None else replace(attention, limit=limit)
 
 
 def _of_heads(

@@ -1,6 +1,4 @@
-"""Fingerprints of images and weights, which show
-that a recording is continued with other images or weights.
-"""
+"""Fingerprints of images and weights, which tell if a recording is continued with others."""
 
 import hashlib
 import warnings
@@ -46,8 +44,7 @@ def image_hash(sample: Tensor) -> str:
 
 
 class ResumedWeights:
-    """Fingerprints of a model's weights, which show
-    if a recording is continued by another training.
+    """Fingerprints of weights, which show if a recording is continued by another training.
 
     The arguments are the model and the attributes of the recording that is continued.
     """
@@ -64,16 +61,13 @@ class ResumedWeights:
         self._marked = ""
 
     def mark(self) -> str:
-        """Return the fingerprint to store with a mark;
-        "" if validation and training use different weights.
-        """
+        """Return the fingerprint for a mark; "" if validation uses other weights than training."""
         self._resumes = False
         self._marked = "" if self._swapped else weights_fingerprint(self._model)
         return self._marked
 
     def check(self) -> None:
-        """Compare the weights before the first training forward
-        after a mark with those of the mark.
+        """Compare the weights at the first training forward after a mark with those of the mark.
 
         In a resumed recording, a warning is given if they differ. Later, a difference shows that
         validation uses other weights than training.
@@ -101,8 +95,7 @@ class ResumedWeights:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Return a hash of the parameters' names and shapes
-    and one of a sample of their values, joined by a dash.
+    """Return a hash of the parameters' names and shapes, a dash, and one of sampled values.
 
     The result is "" if values cannot be sampled: if parameters are sharded over processes, of a
     type other than ``nn.Parameter``, such as quantised ones, or on the meta device, as between the

@@ -31,9 +31,6 @@ class ForwardCounter:
 
     Args:
         map_images: Numbers of the images whose maps are kept.
-        begins_forward: Function that is called when a forward begins, and returns whether there is
-            anything to measure.
-        is_full: Function that returns whether all layers have measured enough images.
     """
 
     def __init__(
@@ -42,29 +39,23 @@ class ForwardCounter:
         names: Mapping[nn.Module, str],
         sampling: Sampling,
         map_images: Collection[int],
-        begins_forward: Callable[[], bool],
-        is_full: Callable[[], bool],
     ) -> None:
         self._model = model
         self._names = names
         self._sampling = sampling
-        self._begins_forward = begins_forward
-        self._is_full = is_full
         self._map_images = sorted(map_images)
-        self.passed = 0
-        self.samples: dict[int, Tensor] = {}
         self._own_samples: dict[int, Tensor] = {}  # of this forward
         self.pauses = 0
         self.on_training: Callable[[], None] = lambda: None
         self.called_parts: dict[str, None] = {}
-        self.training_forwards = self.measured = 0
         self.before = self.batch = 0
         self.image_size: tuple[torch.Size, ...] = ()
         self.whole_model = False
         self._epoch = self._begun_in = 0
-        self._is_chosen = self._has_number = False
+        self._is_counted = self._is_measured = False
         # Parts that were called in this forward.
         self._entries: set[nn.Module] = set()
+        self.reset()
 
     @property
     def belongs_to_epoch(self) -> bool:
@@ -76,37 +67,53 @@ class ForwardCounter:
         self._epoch += 1
         self.training_forwards = self.measured = 0
         self.called_parts.clear()
-        self.passed, self.samples = 0, {}
+        self.passed, self.samples = 0, dict[int, Tensor]()
 
     def ends(self) -> None:
         """Count the images of a call that has ended, and keep samples of the chosen ones."""
         self.passed = self.before + self.batch
         self.samples |= self._own_samples
 
-    def begins(
-        self,
-        entry: nn.Module,
-        inputs: Sequence[Any],
-        *,
-        continues: bool,
-        measuring: Callable[[], Set[nn.Module]],
-    ) -> bool:
-        """Return whether to measure a call from outside of the model,
-        which begins a forward or continues one.
+    def begins(self, *, can_measure: bool, measuring: Set[nn.Module]) -> None:
+        """Count a forward that begins, and decide whether it is measured.
 
         Args:
-            measuring: Function that returns the modules in which something is measured.
+            can_measure: Whether there is anything left to measure in this epoch.
+            measuring: Modules in which something is measured.
         """
-        # A forward that goes on after a mark counts as a new one.
-        continues = continues and self.belongs_to_epoch
-        if not continues:
-            self._drop_idle_forward(measuring)
-            self._is_chosen = self._count_forward()
+        self._drop_idle_forward(measuring)
+        # This is compared when a call ends, as another thread may mark the epoch before.
+        self._begun_in = self._epoch
+        self._is_counted = self._is_measured = False
+        if self.pauses:
+            return
+        training = self._model.training
+        if training and not self.training_forwards:
+            self.on_training()
+        self.training_forwards += training
+        if can_measure and self._sampling.measures(training):
+            self._is_counted = True
+            self._is_measured = self.measured % self._sampling.every == 0
+            self.measured += 1
+            if self._is_measured:
+                self.before, self.batch, self._own_samples = self.passed, 0, {}
+
+    def _drop_idle_forward(self, measuring: Set[nn.Module]) -> None:
+        """Uncount the previous forward if nothing is measured in its parts, as in an embedding."""
+        entries, self._entries = self._entries, set()
+        is_idle = all(
+            self._names[entry] and measuring.isdisjoint(entry.modules()) for entry in entries
+        )
+        if is_idle and self._is_counted and self.belongs_to_epoch:
+            self.measured -= 1
+            if self._is_measured:
+                self.passed = self.before
+
+    def calls(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
+        """Return whether to measure a call from outside of the model, and note its images."""
         self._entries.add(entry)
-        if self.pauses or not self._is_chosen:
+        if self.pauses or not self._is_measured:
             return False
-        if not continues:
-            self.before, self.batch, self._own_samples = self.passed, 0, {}
         # The first call with images shows those of the forward.
         batch = None if self.batch else batch_of(inputs)
         if batch is not None:
@@ -124,37 +131,3 @@ class ForwardCounter:
         if not continues and has_images:
             self.image_size = shapes
         return True
-
-    def _drop_idle_forward(self, measuring: Callable[[], Set[nn.Module]]) -> None:
-        """Uncount the previous forward if it was of parts
-        in which nothing is measured, such as an embedding.
-        """
-        entries, self._entries = self._entries, set()
-        if not self._has_number or not self.belongs_to_epoch:
-            return
-        modules = measuring()
-        is_idle = all(
-            self._names[entry] and modules.isdisjoint(entry.modules()) for entry in entries
-        )
-        if is_idle:
-            self.measured -= 1
-            if self._is_chosen:
-                self.passed = self.before
-
-    def _count_forward(self) -> bool:
-        """Count a forward that begins, and return whether it is measured."""
-        # This is compared when a call ends, as another thread may mark the epoch before.
-        self._begun_in = self._epoch
-        self._has_number = False
-        if self.pauses:
-            return False
-        training = self._model.training
-        if training and not self.training_forwards:
-            self.on_training()
-        self.training_forwards += training
-        if not self._begins_forward() or training not in self._sampling.training:
-            return False
-        number = self.measured
-        self.measured += 1
-        self._has_number = True
-        return number % self._sampling.every == 0 and not self._is_full()

@@ -95,8 +95,11 @@ def _number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[
             total = sums[name, probe.kind]
             table |= layer.facts()
             values |= total.finish(probe.variables)
-            names = probe.variables.keys() - probe.image_variables
-            variables |= {key: probe.variables[key] for key in probe.variables if key in names}
+            variables |= {
+                name: variable
+                for name, variable in probe.variables.items()
+                if name not in probe.image_variables
+            }
             if probe.runs:
                 variables |= COUNTS
                 # A probe may see fewer images than another: tokens of an unknown kind are in no
@@ -110,47 +113,39 @@ def _number_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[
 
 
 def _map_values(collector: Collector, sums: Mapping[Key, EpochSums]) -> list[LayerValues]:
-    """Return the maps of chosen images and their numbers;
-    layers whose maps have the same shape share a group.
-    """
+    """Return the maps of chosen images; layers whose maps have the same shape share a group."""
     sampling, entries = collector.sampling, []
     for key, layer in collector.layers.items():
         probe, numbers = layer.probe, sampling.images_of(layer.probe)
-        variables: dict[str, dict[str, Variable]] = {}
-        values: dict[str, dict[str, np.ndarray]] = {}
+        places: dict[str, tuple[dict[str, Variable], dict[str, np.ndarray]]] = {}
         for number, arrays in sums[key].maps.items():
             # Maps of classes have an axis that other maps lack, so they belong to another group.
             of_classes = arrays.keys() & probe.class_variables
-            for names in (arrays.keys() - of_classes, of_classes):
+            for names in filter(None, (arrays.keys() - of_classes, of_classes)):
                 maps = {x: _as_image(probe.variables[x], arrays[x]) for x in sorted(names)}
                 place = probe.place if probe.images else _place_of_maps(maps)
-                rows = values.setdefault(place, {})
-                for name, (variable, array) in maps.items():
-                    variables.setdefault(place, {})[name] = variable
-                    if name not in rows:
-                        rows[name] = _empty((len(numbers), *array.shape), variable)
-                    rows[name][numbers.index(number)] = array
-        for place, rows in values.items():
+                variables, values = places.setdefault(place, ({}, {}))
+                for name, (variables[name], array) in maps.items():
+                    if name not in values:
+                        values[name] = _empty((len(numbers), *array.shape), variables[name])
+                    values[name][numbers.index(number)] = array
+        for place, (variables, values) in places.items():
             coords: dict[str, Sequence[Any]] = {"image": list(numbers)}
             table = {}
             if place.startswith(MAPS_OF_CLASSES):
-                table["classes"] = sampling.plain_classes
-                if sampling.classes:
-                    coords["class"] = sampling.classes
-            if rows:
-                about = variables[place]
-                entries.append(_values(place, layer.name, [probe], about, rows, table, coords))
+                table["classes"] = sampling.classes
+                if sampling.class_indices:
+                    coords["class"] = sampling.class_indices
+            entries.append(_values(place, layer.name, [probe], variables, values, table, coords))
     return entries
 
 
 def _as_image(variable: Variable, array: np.ndarray) -> tuple[Variable, np.ndarray]:
     """Return a map of one image, without the axis of a single window."""
-    dims = variable.dims
-    # The axis is dropped if the whole image is a single window.
-    if "window" in dims[2:3] and len(array) == 1:
-        return replace(variable, dims=(*dims[:2], *dims[3:])), array[0]
-    if "window" not in dims and array.ndim == len(dims) - 1 and len(array) == 1:
-        return variable, array[0]
+    dims = tuple(dim for dim in variable.dims if dim != "window")
+    # Besides the layer and the image.
+    if array.shape[:1] == (1,) and array.ndim > len(dims) - 2:
+        return replace(variable, dims=dims), array[0]
     return variable, array
 
 
@@ -205,9 +200,7 @@ def groups_of(entries: Iterable[LayerValues], stored: Groups | None = None) -> d
 
 
 def _kind_of_place(place: str) -> str:
-    """Return what groups of maps of different sizes have in common,
-    "maps" or "maps/classes"; else the place.
-    """
+    """Return what groups of maps of any size have in common; other places as they are."""
     return place.rpartition("/")[0] or place
 
 

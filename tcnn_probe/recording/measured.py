@@ -1,8 +1,8 @@
 """Values of a forward: what probes have measured of its layers, before they are added up."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +14,12 @@ from tcnn_probe.probes import ForwardCall, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.options import Sampling
 
-__all__ = ["MAPS_BY_CLASS", "ForwardValues", "Key", "Measured", "check_measured", "select_classes"]
+__all__ = ["ForwardValues", "Key", "Measured", "check_measured"]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 Key = tuple[str, str]  # layer and kind of probe
 MAPS_BY_CLASS = "attention_by_class"
-"""Variable with maps of all classes when it is measured,
-and only of the chosen classes when it is recorded.
-"""
+"""Variable with maps of all classes when measured, and of the chosen ones when recorded."""
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 
 
@@ -34,7 +32,7 @@ class Measured:
         patterns: Sums over these images.
         batch: Number of images in the forward.
         before: Number of images of the epoch before this forward.
-        numbers: Numbers in the forward of the images whose maps are kept.
+        rows: Numbers in the forward of the images whose maps are kept.
         maps: Maps of these images.
     """
 
@@ -43,10 +41,10 @@ class Measured:
     probe: Probe
     values: Mapping[str, Tensor]
     patterns: Mapping[str, Pattern]
-    batch: int
-    before: int
-    numbers: Sequence[int]
-    maps: Mapping[str, Tensor]
+    batch: int = 0
+    before: int = 0
+    rows: Sequence[int] = ()
+    maps: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -64,9 +62,6 @@ class Measured:
 class ForwardValues:
     """Values of a forward that has not ended yet.
 
-    Attributes:
-        measured: Measurements so far.
-
     Args:
         forwards: Count of the forwards, with the images of this one.
         sampling: Images to measure, and those whose maps are kept.
@@ -81,7 +76,7 @@ class ForwardValues:
         seen: Callable[[Key], int],
         note_missing: Callable[[str, Iterable[str], str], None],
     ) -> None:
-        self.measured: list[Measured] = []
+        self._measured: list[Measured] = []
         self._forwards = forwards
         self._sampling = sampling
         self._seen = seen
@@ -146,12 +141,12 @@ class ForwardValues:
         if self._forwards.batch:
             before, batch = self._forwards.before, self._forwards.batch
         self._images[key] += images
-        numbers: Sequence[int] = ()
+        rows: Sequence[int] = ()
         maps: Mapping[str, Tensor] = {}
         if probe.maps is not None:
-            numbers, maps = self._maps(probe, call, images, before, batch)
-        self.measured.append(
-            Measured(layer, call.module, probe, values, patterns, batch, before, numbers, maps)
+            rows, maps = self._maps(probe, call, images, before, batch)
+        self._measured.append(
+            Measured(layer, call.module, probe, values, patterns, batch, before, rows, maps)
         )
 
     def _maps(
@@ -183,8 +178,8 @@ class ForwardValues:
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
             self._sampling.check_classes(maps[MAPS_BY_CLASS].shape[1])
-        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the
-        # reason.
+        # Without a grid there are no maps. If maps of classes are missing, `_select_classes` gives
+        # the reason.
         if reason:
             lacking = probe.image_variables - maps.keys()
             lacking -= probe.class_variables if maps else set()
@@ -193,12 +188,32 @@ class ForwardValues:
         mapped.update(numbers)
         return numbers, maps
 
+    def ended(self, layers: Collection[str], output: Any) -> list[Measured]:
+        """Return the values of the layers, once the forward has ended.
+
+        Args:
+            layers: Names of the layers whose attention was multiplied with values: a softmax for
+                which this did not happen is not attention.
+            output: Output of the model, or of a part of it, from which the best classes follow.
+        """
+        output = output if self._forwards.whole_model else None
+        ended = []
+        for values in self._measured:
+            if values.probe.attention is not None and values.layer not in layers:
+                continue
+            if MAPS_BY_CLASS in values.maps:
+                maps, reason = _select_classes(values, self._sampling, output)
+                values = replace(values, maps=maps)
+                if reason:
+                    self._note_missing(values.layer, values.probe.class_variables, reason)
+            ended.append(values)
+        return ended
+
 
 def check_measured(
     probe: Probe, measured: Mapping[str, _Value], *, by_image: bool
 ) -> Mapping[str, _Value]:
-    """Return a probe's measurements after checking them against the probe's variables,
-    ``by_image`` with the axis of images first.
+    """Return a probe's measurements once checked, with images as first axis if ``by_image``.
 
     Raises:
         TypeError: The measurements are not a mapping from variables to tensors.
@@ -225,35 +240,32 @@ def check_measured(
     return measured
 
 
-def select_classes(
-    maps: Mapping[str, Tensor], sampling: Sampling, output: Any, rows: Sequence[int], images: int
+def _select_classes(
+    measured: Measured, sampling: Sampling, output: Any
 ) -> tuple[Mapping[str, Tensor], str]:
-    """Keep only the maps of the chosen classes,
-    and add the index and the score of each of these classes.
+    """Keep the maps of the chosen classes only, and add the index and score of each of these.
 
     Args:
-        maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K,
-            height, width).
+        measured: Measurements with the maps of n images; ``attention_by_class`` has those of all K
+            classes, shape (n, K, height, width).
         output: Output of the model; None if only parts of the model were called.
-        rows: Indices of the n images in the forward.
-        images: Number of images in the forward.
 
     Returns:
         The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the
         reason if there are no maps of classes, else "".
     """
-    maps = dict(maps)
+    maps = dict(measured.maps)
     all_maps = maps.pop(MAPS_BY_CLASS)
-    if not (sampling.top_classes or sampling.classes):
+    if sampling.classes is None:
         return maps, ""
-    scores, expected = None, (images, all_maps.shape[1])
+    scores, expected = None, (measured.batch, all_maps.shape[1])
     if isinstance(output, Tensor) and tuple(output.shape) == expected:
-        scores = output.detach()[list(rows)].to(all_maps)
-    if sampling.classes:
+        scores = output.detach()[list(measured.rows)].to(all_maps)
+    if isinstance(sampling.classes, list):
         index = torch.tensor(sampling.classes, device=all_maps.device)
         index = index.expand(len(all_maps), -1)
     elif scores is not None:
-        index = scores.topk(min(sampling.top_classes, scores.shape[1])).indices
+        index = scores.topk(min(sampling.classes, scores.shape[1])).indices
     else:
         reason = f"its output does not have the shape {expected}"
         if output is None:

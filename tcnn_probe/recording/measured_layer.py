@@ -1,6 +1,4 @@
-"""A measured layer: what a probe reads of its parameters
-and of their gradients, apart from forwards.
-"""
+"""What a probe reads of a layer's parameters and of their gradients, apart from forwards."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +13,7 @@ from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.measured import check_measured
-from tcnn_probe.recording.sums import Sums
+from tcnn_probe.recording.sums import Terms
 
 __all__ = ["MeasuredLayer"]
 
@@ -56,9 +54,7 @@ class MeasuredLayer:
         return dict(self.probe.facts(self.module)) if self.probe.facts else {}
 
     def follow_gradients(self) -> None:
-        """Add hooks to the parameters whose gradients are measured;
-        frozen ones get theirs in a later call, once unfrozen.
-        """
+        """Add hooks to the parameters whose gradients are measured, unless they are frozen."""
         frozen = []
         for parameter, variable, squares in self._unhooked:
             if parameter.requires_grad:
@@ -87,9 +83,7 @@ class MeasuredLayer:
         parameter: nn.Parameter,
         gradient: Tensor,
     ) -> None:
-        """Add a parameter's gradient of one backward pass,
-        unless it overflowed, as under a gradient scaler.
-        """
+        """Add a parameter's gradient, unless it overflowed, as under a gradient scaler."""
         if self._ignores():
             return
         with named_in_errors(self.name):
@@ -101,13 +95,15 @@ class MeasuredLayer:
             key = variable, parameter
             self._passes[key] = self._passes.get(key, 0) + finite.long()
 
-    def read_squares(self) -> Sums:
-        """Return the sums of squares over backward passes, and the numbers of passes."""
+    def read_squares(self) -> dict[str, Terms]:
+        """Return the sums of squares over backward passes."""
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             # A pass may reach only some parameters of a variable.
             passes[variable] = max(int(number), passes.get(variable, 0))
-        return {name: (_as_array(self._squares[name]), count) for name, count in passes.items()}
+        return {
+            name: Terms(_as_array(self._squares[name]), count) for name, count in passes.items()
+        }
 
     @torch.no_grad()
     def read_state(self) -> dict[str, np.ndarray]:

@@ -1,6 +1,4 @@
-"""Parsing of the arguments of ``record()`` and ``mark()``:
-forwards, images, classes, marks, scalars, attributes.
-"""
+"""Parsing of the arguments of ``record()`` and ``mark()``."""
 
 import json
 import operator
@@ -28,11 +26,6 @@ __all__ = [
 
 When = Literal["eval", "train", "always"]
 IfMarked = Literal["error", "skip"]
-_MODES = {
-    "eval": ((False,), "eval mode"),
-    "train": ((True,), "training mode"),
-    "always": ((False, True), "any mode"),
-}
 
 
 @dataclass(frozen=True)
@@ -40,44 +33,47 @@ class Sampling:
     """Forwards, images and classes to measure.
 
     Args:
-        training: Values of ``model.training`` in which forwards are measured.
-        mode: Name of this mode for messages.
+        when: Mode of the model in which forwards are measured.
         every: Step between measured forwards: every n-th one is measured.
         max_images: Largest number of images in an epoch; None for all.
         images: Numbers of the images whose maps are kept, ascending.
-        top_classes: Number of classes whose maps are kept: those that the model's output ranks
-            first; 0 for none.
-        classes: Indices of classes, in place of those that are ranked first.
+        classes: Classes whose maps are kept: a number of those that the model's output ranks first,
+            or indices; None for no maps of classes.
     """
 
-    training: tuple[bool, ...]
-    mode: str
+    when: When
     every: int
     max_images: int | None
     images: tuple[int, ...]
-    top_classes: int
-    classes: tuple[int, ...]
+    classes: int | list[int] | None
 
     @classmethod
     def parse(
         cls, when: When, every: int, max_images: int | None, images: Any, classes: Any
     ) -> "Sampling":
-        """Parse the arguments of ``record()``; ``images`` is a number of images,
-        a list of indices, or None.
-        """
-        check_choice("when", when, _MODES)
+        """Parse the arguments of ``record()``; ``images`` are a number, indices, or None."""
+        check_choice("when", when, get_args(When))
         return cls(
-            *_MODES[when],
+            when,
             whole_number(every, "every", 1),
             None if max_images is None else whole_number(max_images, "max_images", 1),
             image_numbers(images),
-            *_parse_classes(classes),
+            _parse_classes(classes),
         )
 
     @property
-    def plain_classes(self) -> int | list[int] | None:
-        """The classes in the form in which users give them and recordings store them."""
-        return list(self.classes) or self.top_classes or None
+    def mode(self) -> str:
+        """Name of the mode for messages."""
+        return {"eval": "eval mode", "train": "training mode", "always": "any mode"}[self.when]
+
+    def measures(self, training: bool) -> bool:
+        """Return whether forwards are measured if ``model.training`` has this value."""
+        return self.when == "always" or training == (self.when == "train")
+
+    @property
+    def class_indices(self) -> list[int]:
+        """Indices of the classes that the user names."""
+        return self.classes if isinstance(self.classes, list) else []
 
     def images_of(self, probe: Probe) -> tuple[int, ...]:
         """Return the numbers of the images whose maps by this probe are kept."""
@@ -85,42 +81,31 @@ class Sampling:
 
     def check_classes(self, count: int) -> None:
         """Raise ValueError if an index is not below the number of classes of a layer."""
-        largest = max(self.classes, default=-1)
+        largest = max(self.class_indices, default=-1)
         if largest >= count:
             raise ValueError(f"expected indices of classes below {count}, got {largest}")
 
 
-def _parse_classes(classes: int | Collection[int] | None) -> tuple[int, tuple[int, ...]]:
-    """Return the number of classes, or their indices without repetitions."""
+def _parse_classes(classes: int | Collection[int] | None) -> int | list[int] | None:
+    """Return the number of classes, or their indices without repetitions; None for no classes."""
     if classes is None:
-        return 0, ()
+        return None
     if not isinstance(classes, Collection):
-        noun = "classes, a number of them or the indices of some"
-        return whole_number(classes, noun, 1), ()
+        return whole_number(classes, "classes, a number of them or the indices of some", 1)
     indices = [whole_number(index, "each of classes") for index in classes]
-    if not indices:
-        raise ValueError(
-            f"expected the indices of classes, or None for no maps of classes; got {classes!r}"
-        )
     # A set has no order.
-    return 0, (*dict.fromkeys(sorted(indices) if isinstance(classes, Set) else indices),)
+    return [*dict.fromkeys(sorted(indices) if isinstance(classes, Set) else indices)] or None
 
 
 def parse_mark(
     values: Mapping[str, SupportsFloat], along: str, if_marked: IfMarked
 ) -> tuple[int | float, dict[str, float]]:
-    """Return the epoch, or another coordinate of marks,
-    and the scalars among the arguments of ``mark()``.
-    """
+    """Return the epoch, or another coordinate, and the scalars that ``mark()`` was given."""
     check_choice("if_marked", if_marked, get_args(IfMarked))
     scalars = dict(values)
     if along not in scalars:
-        hints = [
-            f"; to mark {name}s, record(model, along={name!r})"
-            for name in ("epoch", "step")
-            if name in scalars
-        ]
-        hint = "".join(hints)
+        other = next((name for name in ("epoch", "step") if name in scalars), "")
+        hint = f"; to mark {other}s, record(model, along={other!r})" if other else ""
         raise TypeError(f"mark() needs the {along}: mark({along}=..., top1=...){hint}")
     number = _parse_number(along, scalars.pop(along))
     return number, {name: _parse_float(name, scalars[name]) for name in scalars}
@@ -128,11 +113,7 @@ def parse_mark(
 
 def check_along(along: str) -> None:
     """Raise ValueError if this cannot be the name of the coordinate of marks."""
-    if (
-        not isinstance(along, str)
-        or not along.isidentifier()
-        or along in (*COORDINATES, "if_marked")
-    ):
+    if not str(along).isidentifier() or along in (*COORDINATES, "if_marked"):
         raise ValueError(
             "expected the name of a coordinate, such as 'epoch' or 'step', for along; got "
             f"{along!r}"
@@ -148,9 +129,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the user's attributes of a recording
-    after checking that they are plain JSON and have free names.
-    """
+    """Return the user's attributes; raise an error unless they are plain JSON with free names."""
     plain = dict(attrs or {})
     if reserved := sorted(OWN_ATTRIBUTES & plain.keys()):
         raise ValueError(

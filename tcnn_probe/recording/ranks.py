@@ -46,8 +46,7 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Run the code inside the ``with`` on all ranks,
-        and fail on all of them if it fails on one.
+        """Run the code inside the ``with`` on all ranks, and fail on all if it fails on one.
 
         Otherwise the other ranks would wait for the one that failed.
 
@@ -71,8 +70,7 @@ class Ranks:
 
 
 def repeats_images(model: nn.Module) -> bool:
-    """Return whether another rank sees the same images,
-    as under tensor parallelism, and counts them.
+    """Return whether another rank counts the same images, as under tensor parallelism.
 
     Call this inside :func:`whole_parameters`, where only tensor parallelism splits parameters.
     """
@@ -86,9 +84,7 @@ def repeats_images(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters of a sharded model inside the ``with``;
-    all ranks must enter it together.
-    """
+    """Gather the parameters of a sharded model; all ranks must enter this together."""
     running = dist.is_available() and dist.is_initialized()
     # The module is not imported here: if a model is sharded, it has been imported already.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None

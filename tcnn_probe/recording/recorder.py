@@ -163,7 +163,7 @@ class Recorder:
                 # store unchanged.
                 checks.check_same_recording(self._store, provenance(model), self._collector)
                 self._store.hold()
-            self._weights = ResumedWeights(model, self._store.attrs or {})
+            self._weights = ResumedWeights(model, self._store.attrs)
             self._collector.forwards.on_training = self._weights.check
             undo.pop_all()
         if self._marks:
@@ -379,17 +379,15 @@ class Recorder:
         groups = groups_of(entries, stored)
         warned: list[str] = []
         if self._groups is None and stored is not None:
-            kinds = {probe.kind for probe in collector.probes}
-            checks.check_resumed(stored, groups_of(entries), kinds)
+            checks.check_resumed(stored, groups_of(entries))
             warned += checks.joined_layers(stored, groups)
         values, dropped = assemble(entries, groups)
         for layer, names in dropped.items():
             collector.note_missing(layer, names, "the recording began without it")
-        attrs = store.attrs or {}
         samples = collector.forwards.samples.items()
         hashes = {str(number): image_hash(sample) for number, sample in samples}
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
-        stored_hashes = json.loads(attrs.get("image_hashes", "{}"))
+        stored_hashes = json.loads(store.attrs.get("image_hashes", "{}"))
         warned += self._once("images", checks.changed_images(hashes, stored_hashes))
         warned += self._once(str(dropped), checks.dropped_values(dropped))
         warned += checks.doubtful_values(entries, groups, sums)
@@ -404,9 +402,7 @@ class Recorder:
         return warned + (self._warn_of_alarms() if self._watches_health else [])
 
     def _once(self, topic: Hashable, texts: Iterable[str]) -> list[str]:
-        """Return the warnings the first time that there are any of this topic,
-        else an empty list.
-        """
+        """Return warnings of a topic, the first time that there are any."""
         new = [] if topic in self._warned else [*texts]
         self._warned.update([topic] if new else [])
         return new
@@ -434,10 +430,8 @@ class Recorder:
                 collector.note_absence(entry.layer, entry.values, mark)
 
     def _attributes(self, hashes: Mapping[str, str]) -> dict[str, str]:
-        """Return the reasons why layers or variables are not recorded,
-        and the hashes of images, of all runs so far.
-        """
-        attrs = self._store.attrs or {}
+        """Return the reasons for what is missing, and the hashes of images, of all runs so far."""
+        attrs = self._store.attrs
         unsupported, missing, stored_hashes = (
             json.loads(attrs.get(name, "{}")) for name in ("unsupported", "missing", "image_hashes")
         )
@@ -464,9 +458,7 @@ class Recorder:
             )
 
     def _warn_of_missing_grids(self) -> list[str]:
-        """Return warnings of layers that lack distances and maps,
-        with advice, once for each layer.
-        """
+        """Return warnings of layers that lack distances and maps, once for each, with advice."""
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.in_order(self._collector.advice).items():
             if layer in self.layers:

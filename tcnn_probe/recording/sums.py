@@ -1,11 +1,9 @@
-"""Sums of an epoch: what a layer's measurements add up to between two marks,
-and how numbers follow from them.
-"""
+"""Sums of an epoch, and the numbers that follow from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,15 +11,25 @@ from torch import Tensor
 
 from tcnn_model.precision import widest, widest_dtype
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.probes import Probe
 from tcnn_probe.probes.anatomy import ANATOMY, finish_information
 from tcnn_probe.recording.measured import Key, Measured
 from tcnn_probe.schema import Variable
 
-__all__ = ["MIXED_SIZES", "EpochSums", "RunningSums", "Sums"]
+__all__ = ["MIXED_SIZES", "EpochSums", "RunningSums", "Terms"]
 
-Sums = dict[str, tuple[Any, Any]]
-"""Sums by variable, each with the number of terms of each value."""
+
+class Terms(NamedTuple):
+    """Sum of values of a variable, their number, and the largest, -inf if there are none."""
+
+    total: Any
+    count: Any
+    largest: Any = -np.inf
+
+    def plus(self, other: "Terms") -> "Terms":
+        """Return the sum with other values."""
+        largest = np.maximum(self.largest, other.largest)
+        return Terms(self.total + other.total, self.count + other.count, largest)
+
 
 # Names and shapes of an image's values of each layer.
 _Columns = tuple[tuple[Key, tuple[tuple[str, torch.Size], ...]], ...]
@@ -32,15 +40,13 @@ MIXED_SIZES = "images of several sizes came between two marks: mark() after thos
 
 @dataclass
 class EpochSums:
-    """Sums of a layer's measurements by a probe,
-    in arrays that ranks can exchange, or in tensors while they grow.
+    """Sums of a layer's measurements by a probe, in tensors while they grow, then in arrays.
 
     Attributes:
         images: Number of images that the layer saw.
         nonfinite: Number of images with a value that is NaN or infinite.
-        sums: Sums over the images in which the value is finite, each with their number.
-        largest: Maxima over these images; minus infinity if there are none.
-        squares: Sums of squares over backward passes, each with the number of passes.
+        sums: Sums over the images in which the value is finite.
+        squares: Sums of squares over backward passes.
         patterns: Sums of attention over images; None if images have several sizes.
         state: Values that are read from the layer's parameters.
         maps: Maps of chosen images, by number of the image in the epoch and by variable.
@@ -48,9 +54,8 @@ class EpochSums:
 
     images: int = 0
     nonfinite: int = 0
-    sums: Sums = field(default_factory=dict)
-    largest: dict[str, np.ndarray] = field(default_factory=dict)
-    squares: Sums = field(default_factory=dict)
+    sums: dict[str, Terms] = field(default_factory=dict)
+    squares: dict[str, Terms] = field(default_factory=dict)
     patterns: dict[str, Pattern | None] = field(default_factory=dict)
     state: dict[str, np.ndarray] = field(default_factory=dict)
     maps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -62,12 +67,12 @@ class EpochSums:
         # All ranks have the same parameters, or have gathered them.
         self.state = self.state or other.state
         self.maps |= other.maps
-        _add_terms(self.sums, other.sums)
+        for name, terms in other.sums.items():
+            self.sums[name] = self.sums.get(name, Terms(0, 0)).plus(terms)
         # Passes of all ranks are counted, because hooks see a rank's gradients before they are
         # averaged.
-        _add_terms(self.squares, other.squares)
-        for name, value in other.largest.items():
-            self.largest[name] = np.maximum(self.largest.get(name, value), value)
+        for name, terms in other.squares.items():
+            self.squares[name] = self.squares.get(name, Terms(0, 0)).plus(terms)
         for name, pattern in other.patterns.items():
             if name not in self.patterns:
                 self.patterns[name] = pattern and pattern.copy()
@@ -83,26 +88,24 @@ class EpochSums:
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
-        """Return the numbers of the epoch: those read from parameters,
-        and those that follow from sums.
+        """Return the numbers of the epoch, which follow from sums or were read from parameters.
 
         Variables say how they are summed over images (:attr:`Variable.over_images`). Norms of
         gradients are root mean squares over backward passes. Sums of attention have a function of
         their own (:attr:`Pattern.finish`).
         """
         numbers = dict(self.state)
-        for name, (total, count) in self.sums.items():
+        for name, (total, count, largest) in self.sums.items():
             over_images = variables[name].over_images
             if over_images == "largest":
-                value = self.largest[name]
-                numbers[name] = np.where(np.isneginf(value), np.nan, value)
+                numbers[name] = np.where(np.isneginf(largest), np.nan, largest)
                 continue
             mean = total / np.where(count == 0, np.nan, count)
             if over_images == "shares":
                 whole = mean.sum(-1, keepdims=True)
                 mean = mean / np.where(whole == 0, np.nan, whole)
             numbers[name] = mean
-        for name, (total, count) in self.squares.items():
+        for name, (total, count, _) in self.squares.items():
             # Without a backward pass the value is NaN, as 0 would look like a measurement.
             numbers[name] = np.sqrt(total / (count or np.nan))
         statistics = self._statistics.items()
@@ -131,12 +134,6 @@ class EpochSums:
                 finish = pattern.finish or finish_information
                 statistics |= finish(name, pattern)
         return statistics
-
-
-def _add_terms(totals: Sums, sums: Sums) -> None:
-    for name, (value, number) in sums.items():
-        total, count = totals.get(name, (0, 0))
-        totals[name] = total + value, count + number
 
 
 class RunningSums:
@@ -179,23 +176,16 @@ class RunningSums:
             self._add_numbers(layers)
         for measured in forward:
             sums = EpochSums(measured.images, patterns={**measured.patterns})
-            self._sums.setdefault(measured.key, EpochSums()).add(sums)
-
-    def add_maps(
-        self, key: Key, probe: Probe, images: Iterable[int], maps: Mapping[str, Tensor]
-    ) -> None:
-        """Keep copies of maps, (images, *dims), by number of the image,
-        in the dtype in which they are stored.
-        """
-        by_image = self._sums.setdefault(key, EpochSums()).maps
-        for name, values in maps.items():
-            dtype = getattr(torch, probe.variables[name].dtype)
-            # MPS has no float64.
-            dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
-            for image, value in zip(images, values, strict=True):
-                # Without copy=True, to() would return the model's own tensor if the dtype is the
-                # same.
-                by_image.setdefault(image, {})[name] = value.to(dtype, copy=True)
+            total = self._sums.setdefault(measured.key, EpochSums())
+            total.add(sums)
+            for name, values in measured.maps.items():
+                dtype = getattr(torch, measured.probe.variables[name].dtype)
+                # MPS has no float64.
+                dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
+                for row, value in zip(measured.rows, values, strict=True):
+                    # A copy, as a view would keep the whole batch in memory.
+                    kept = value.to(dtype, copy=True)
+                    total.maps.setdefault(measured.before + row, {})[name] = kept
 
     def _add_numbers(self, layers: Sequence[Measured]) -> None:
         columns = tuple(
@@ -250,9 +240,8 @@ class RunningSums:
                 layer = EpochSums(nonfinite=int(count))
                 for name, shape in shapes:
                     own = slice(end, end := end + shape.numel())
-                    terms = sums[own].reshape(shape), counts[own].reshape(shape)
-                    layer.sums[name] = terms
-                    layer.largest[name] = largest[own].reshape(shape)
+                    terms = (values[own].reshape(shape) for values in (sums, counts, largest))
+                    layer.sums[name] = Terms(*terms)
                 layers[key].add(layer)
         return layers
 
@@ -262,8 +251,6 @@ def _size(shapes: Iterable[tuple[str, torch.Size]]) -> int:
 
 
 def _as_rows(value: Tensor) -> Tensor:
-    """Return (B, *dims) as (B, n), in a dtype
-    that holds all values when it is concatenated with others.
-    """
+    """Return (B, *dims) as (B, n), in a dtype in which it can be concatenated with others."""
     value = value if value.is_floating_point() else widest(value)
     return value.reshape(len(value), -1)

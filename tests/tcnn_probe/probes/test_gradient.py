@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.recording.sums import EpochSums
+from tcnn_probe.recording.sums import EpochSums, Terms
 from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import Chain
 from tests.tcnn_probe.probes.scattered_models import VIT, images, scattered, small, step
@@ -332,7 +332,7 @@ def test_accumulated_passes_count_separately_and_overflows_not_at_all() -> None:
 def test_ranks_are_averaged() -> None:
     """Each process sees the gradient of its own images, before gradients are averaged."""
     # Sums of squares are 2 and 6, each over two passes: 8 / 4 = 2.
-    ranks = [EpochSums(squares={"x": (np.array([float(n)]), 2)}) for n in (2, 6)]
+    ranks = [EpochSums(squares={"x": Terms(np.array([float(n)]), 2)}) for n in (2, 6)]
     assert EpochSums.together(ranks).finish({}) == {"x": np.sqrt(2.0)}
 
 

@@ -499,12 +499,12 @@ def test_separate_softmax_records_no_values() -> None:
 
 def test_largest_value_over_ranks() -> None:
     """The largest value over ranks ignores ranks without images; no value at all is NaN."""
-    from tcnn_probe.recording.sums import EpochSums
+    from tcnn_probe.recording.sums import EpochSums, Terms
 
     def rank(*largest: float) -> EpochSums:
         # Minus infinity stands for no value yet; the mean is not asked for.
-        terms = np.zeros(len(largest)), np.isfinite(largest).astype(float)
-        return EpochSums(sums={"max_logit": terms}, largest={"max_logit": np.array(largest)})
+        count = np.isfinite(largest).astype(float)
+        return EpochSums(sums={"max_logit": Terms(0 * count, count, np.array(largest))})
 
     ranks = [rank(3, -2, -np.inf, -np.inf), EpochSums(), rank(1, 5, 7, -np.inf)]
     variables = tcnn_probe.PROBES["softmax"].variables

@@ -276,10 +276,6 @@ def test_sums_of_ranks_add_up() -> None:
                     probe=SEGMENT_ATTENTION,
                     values={"segment_attention": part},
                     patterns={},
-                    batch=len(part),
-                    before=0,
-                    numbers=(),
-                    maps={},
                 )
             ]
         )

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tcnn_probe import Probe, Variable
+from tcnn_probe.recording.measured import Measured
 from tcnn_probe.recording.sums import RunningSums
 
 
@@ -13,8 +15,9 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     about = {"map": Variable(("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype)}
     probe = Probe("mine", about, measure=lambda call: {})
     batch = torch.randn(7, 3, 5)
-    sums = RunningSums()
-    sums.add_maps(("layer", "mine"), probe, [11, 13], {"map": batch[2:4]})
+    sums, number = RunningSums(), torch.zeros(7)
+    maps = {"map": batch[2:4]}
+    sums.add([Measured("layer", nn.Identity(), probe, {"n": number}, {}, 7, 9, [2, 4], maps)])
     maps = sums._sums["layer", "mine"].maps
     assert list(maps) == [11, 13]
     for image, row in zip(maps, (2, 3), strict=True):
