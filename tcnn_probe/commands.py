@@ -232,7 +232,9 @@ def _maps(options: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
 
     from tcnn_probe.looking.named_models import create_timm_model, with_weights
+    from tcnn_probe.reporting.report import output_file
 
+    output_file(options.output, "a figure, such as maps.png, or of a page, such as maps.html")
     if options.weights is None:
         model = create_timm_model(options.model, pretrained=not options.random)
     else:
@@ -267,6 +269,9 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
     mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
 
+    from tcnn_probe.reporting.report import output_file
+
+    output_file(output, "a figure, such as entropy.png")
     ds = _open_numbers(store)
     kernels = None
     tree = tcnn_probe.open(store)

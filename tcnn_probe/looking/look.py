@@ -36,6 +36,7 @@ from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.fingerprints import weights_fingerprint
 from tcnn_probe.recording.recorder import Recorder, record
 from tcnn_probe.reporting import Report, report
+from tcnn_probe.reporting.report import output_file
 from tcnn_probe.storage import StoreError, open_recording
 
 __all__ = ["NoAttentionError", "compare", "file_name", "look"]
@@ -111,7 +112,7 @@ def look(
         FileNotFoundError: There is no such file or folder.
         TypeError: ``model`` is neither a module nor a name, or a module is to be moved.
     """
-    page = None if path is None else _page(path)
+    page = None if path is None else output_file(path)
     subject = _Subject.of(model, photographs, weights, size, limit, shown, masks, device, dtype)
     tree = _recording(subject, page, whole_number(batch_size, "batch_size", 1), progress)
     if page is not None and _is_first_rank():
@@ -139,7 +140,7 @@ def compare(
     Returns:
         The recordings by name.
     """
-    page = _page(path)
+    page = output_file(path)
     trees: dict[str, xr.DataTree] = {}
     for model, weights in models:
         subject = _Subject.of(model, photographs, weights, **options)
@@ -151,14 +152,6 @@ def compare(
     if _is_first_rank():
         _write_page(trees, page, subject, max_mb)
     return trees
-
-
-def _page(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a page, before photographs are looked at for it."""
-    page = Path(path)
-    if not page.name or page.is_dir():
-        raise ValueError(f"expected the file of a page, such as page.html, got the folder {path}")
-    return page
 
 
 def file_name(name: str) -> str:

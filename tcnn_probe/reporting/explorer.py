@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tcnn_probe.plot.attention_over_image import check_maps, first_cell
 from tcnn_probe.reporting.maps import encode_maps
-from tcnn_probe.reporting.report import Report, picture_url
+from tcnn_probe.reporting.report import Report, output_file, picture_url
 
 __all__ = ["explore"]
 
@@ -57,9 +57,12 @@ def explore(
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The page would be larger than ``max_mb``, or the maps are of videos.
+        ValueError: The path is a folder, the page would be larger than ``max_mb``, or the maps are
+            of videos.
     """
     check_maps(maps)
+    if path is not None:
+        output_file(path)
     import matplotlib as mpl
     from matplotlib.colors import to_hex
 

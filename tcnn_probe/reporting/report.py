@@ -15,7 +15,7 @@ from tcnn_probe.extras import needed_for
 from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read_run
 
-__all__ = ["Report", "picture_url", "report"]
+__all__ = ["Report", "output_file", "picture_url", "report"]
 
 # Colours that can be told apart, as thin lines on white and on black; grids side by side get too
 # narrow for more.
@@ -59,11 +59,13 @@ def report(
     Raises:
         ModuleNotFoundError: Bokeh is not installed.
         TypeError: This is no recording.
-        ValueError: A recording has no marks or layers, there are more than four beside each other,
-            runs were marked along different dimensions, or the number of images is not that of the
-            maps.
+        ValueError: The path is a folder, a recording has no marks or layers, there are more than
+            four beside each other, runs were marked along different dimensions, or the number of
+            images is not that of the maps.
         StoreError: There is no recording at the path.
     """
+    if path is not None:
+        output_file(path)
     with needed_for("a report"):
         from tcnn_probe.reporting.page import page
     names: list[Any] = []
@@ -83,6 +85,16 @@ def report(
     if path is not None:
         result.save(path)
     return result
+
+
+def output_file(path: str | os.PathLike[str], expected: str = "a page, such as page.html") -> Path:
+    """Return the path of a file to write, before what it will hold is computed;
+    ValueError for a folder.
+    """
+    file = Path(path)
+    if not file.name or file.is_dir():
+        raise ValueError(f"expected the file of {expected}, got the folder {path}")
+    return file
 
 
 def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:

@@ -294,6 +294,10 @@ def test_show_counts_types_and_names_the_kernels(
             "matches 'blocks*'; it has layer4",
         ),
         (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "no/x.png"),
+        # Before the recording is read, which is not there.
+        (["plot", "{tmp}/no", "entropy", "-o", "{tmp}"], "a figure, such as entropy.png, got"),
+        (["report", "{tmp}/no", "-o", "{tmp}"], "a page, such as page.html, got the folder {tmp}"),
+        (["maps", "no_such_model", "{tmp}/no", "-o", "{tmp}"], "such as maps.html, got the folder"),
         (["compare", "{store}", "{tmp}"], "{tmp}"),
     ],
 )
