@@ -201,7 +201,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     with _LOCKS.setdefault(unwrap(model), RLock()):
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-
         eagerness = Eagerness(model)
 
         def restore() -> None:
@@ -212,6 +211,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
         try:
+            eagerness.open()
             for module, _ in modes:
                 # eval() is avoided, because modules of torch.export refuse it, and other modules
                 # merge weights in it.

@@ -7,7 +7,6 @@ import math
 import operator
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from typing import Any, Literal
 
 import numpy as np
@@ -209,7 +208,7 @@ def attention_maps(
                 tokens=tokens,
                 fields=selection.fields,
             )
-            with closing(stream):
+            with stream.following():
                 model(batch)
             listener.check()
             maps_by_batch.append({maps.layer: maps for maps in listener.maps})

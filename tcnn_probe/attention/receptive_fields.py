@@ -39,7 +39,7 @@ class ReceptiveFields:
     ::
 
         fields = ReceptiveFields((224, 224))
-        with closing(AttentionStream(model, AttentionListener(), fields=fields)):
+        with AttentionStream(model, AttentionListener(), fields=fields).following():
             model(images)
         rows, columns = fields.places((7, 7))
 

@@ -96,15 +96,8 @@ def attention_stream(
         ReconstructionError: The reconstructed attention of a forward differs from the model's own.
     """
     check_model(model)
-    stream = AttentionStream(model, _Callback(on_attention))
-    try:
+    with AttentionStream(model, _Callback(on_attention)).following() as stream:
         yield stream
-    finally:  # not closing(), whose __enter__ can be interrupted
-        try:
-            stream.close()
-        except KeyboardInterrupt:
-            stream.close()  # Ctrl-C interrupted the first attempt
-            raise
 
 
 class _Callback(AttentionListener):
@@ -154,7 +147,7 @@ class _ShownSoftmax:
 
 
 class AttentionStream:
-    """The attentions of a model's forwards, until :meth:`close`.
+    """The attentions of a model's forwards, from :meth:`attach` to :meth:`close`.
 
     Attributes:
         layers: Layers with attention, {name: module}, in the order of their calls. The second
@@ -215,8 +208,25 @@ class AttentionStream:
         for layer in self._whole if self.may_edit else ():
             if isinstance(layer, GATED_LAYERS):
                 self._edited_layers[layer] = _GatedLayer(self)
-        for layer, layer_listener in self._edited_layers.items():
-            HeadEditor.add(layer, layer_listener, self._order)
+
+    @contextmanager
+    def following(self) -> Iterator["AttentionStream"]:
+        """Follow the forwards inside the ``with``."""
+        try:
+            self.attach()
+            yield self
+        finally:
+            try:
+                self.close()
+            except KeyboardInterrupt:
+                self.close()  # Ctrl-C interrupted the first attempt
+                raise
+
+    def attach(self) -> None:
+        """Attach to the model; :meth:`close` detaches, also if this was interrupted."""
+        self._forwards.attach()
+        for layer, listener in self._edited_layers.items():
+            HeadEditor.add(layer, listener, self._order)
 
     @property
     def attached(self) -> bool:

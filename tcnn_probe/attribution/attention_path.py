@@ -79,10 +79,8 @@ def attention_path(model: nn.Module, images: Tensor) -> list[PathLayer]:
     # the stream reports that this function was an attention.
     with sources:
         stream = AttentionStream(model, sources.listener, watched=layer_names(model))
-        try:
+        with stream.following():
             model(images)
-        finally:  # not closing(), whose __enter__ can be interrupted
-            stream.close()
     _check(sources.listener)
     return sources.listener.layers
 

@@ -68,10 +68,8 @@ def class_attention(
     # The maps of this single forward are returned, so no limit of memory applies.
     keeper = MapKeeper(selection, images=len(images), copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper, fields=selection.fields)
-    try:
+    with stream.following():
         model(images)
-    finally:  # not closing(), whose __enter__ can be interrupted
-        stream.close()
     maps_by_layer = {maps.layer: maps for maps in keeper.maps}
     missing = stream.unsupported | keeper.missing
     name = _choose(maps_by_layer, layer, missing, list(stream.layers))

@@ -141,11 +141,9 @@ def map_layer(model: nn.Module, image: Tensor, layer: str | nn.Module | None = N
         # modules.
         stream = AttentionStream(model, outputs, watched=outputs.names, fields=fields)
         outputs.maps = stream.maps
-        try:
+        with stream.following():
             # Any score will do, because it only matters on which outputs it depends.
             score = class_scores(model, image).amax()
-        finally:  # not closing(), whose __enter__ can be interrupted
-            stream.close()
         outputs.place_prefixes()
         if name is not None and module is not None:
             of_layer = [output for output in outputs.kept if output.module is module]

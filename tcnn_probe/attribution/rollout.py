@@ -61,10 +61,8 @@ def rollout(
     size = images.shape[2], images.shape[3]
     fields = ReceptiveFields(size)
     stream = AttentionStream(model, flow, fields=fields)
-    try:
+    with stream.following():
         model(images)
-    finally:  # not closing(), whose __enter__ can be interrupted
-        stream.close()
     # Products of queries and keys are not rounded as the model's layers may be.
     with without_autocast(images):
         return to_pixels(flow.map(), size, interpolation, fields), ""

@@ -20,6 +20,7 @@ from tcnn_probe.hooks.compilation import (
     never_compiled_alone,
     run_uncompiled,
 )
+from tcnn_probe.hooks.modes import end_interrupted_contexts
 from tcnn_probe.hooks.private_torch import hook_tables
 from tcnn_probe.hooks.scope import Scope
 
@@ -138,6 +139,8 @@ class Calls(Generic[C]):
         If such a call ends by an exception after which torch runs no hooks (SystemExit), the
         module's next call removes them.
         """
+        # Before modes are left, so that none is put back afterwards.
+        end_interrupted_contexts()
         with self._lock:
             self._attached = False
             self._leave()

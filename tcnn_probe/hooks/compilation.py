@@ -52,7 +52,7 @@ _STANCES: list[Any] = []
 
 class Eagerness:
     """Runs functions and modules that torch.compile has compiled eagerly in this thread,
-    until :meth:`close`.
+    from :meth:`open` to :meth:`close`.
 
     If Ctrl-C interrupts this, compiled code may run eagerly until the next followed forward ends.
     """
@@ -60,6 +60,9 @@ class Eagerness:
     def __init__(self, model: nn.Module) -> None:
         self._thread = threading.get_ident()
         self._model = model
+
+    def open(self) -> None:
+        """Run compiled code eagerly from now on."""
         with _LOCK:
             _OPEN.add(self)
             _apply()

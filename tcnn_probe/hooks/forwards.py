@@ -119,7 +119,8 @@ def _frames_of_threads() -> dict[int, FrameType]:
 
 
 class Forwards(Calls["Forward"]):
-    """Notifies a listener of the forwards of a model that it wants to follow, until :meth:`detach`.
+    """Notifies a listener of the forwards of a model that it wants to follow,
+    from :meth:`attach` to :meth:`detach`.
 
     Args:
         model: Model to follow.
@@ -141,21 +142,16 @@ class Forwards(Calls["Forward"]):
         self._followed: Forward | None = None  # at most one call at a time
         self._depth = hidden_depth()
         self._sequence = _Sequence()
-        # Forwards in which this object was created are not followed, as their beginning was not.
         self._begun: dict[int, FrameType] = {}  # by thread
-        for thread, frame in _frames_of_threads().items():
-            if (begun := outermost_call(names, frame)) is not None:
-                self._begun[thread] = begun
         self._attending = attending
-        try:
-            self.attach()
-        except BaseException:
-            self.detach()
-            raise
 
     def attach(self) -> None:
         """Add hooks to the model and its parts."""
         self._attached = True
+        # Forwards that are running already are not followed, as their beginning was not.
+        for thread, frame in _frames_of_threads().items():
+            if (begun := outermost_call(self._names, frame)) is not None:
+                self._begun[thread] = begun
         for entry in _entries(self.module):
             # torch.compile leaves out hooks of parts, which would break graphs; only the outermost
             # one keeps its hook.

@@ -1,9 +1,11 @@
 """Function modes: entering and leaving them, and hiding our own computations from other modes."""
 
+import contextlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from tcnn_probe.hooks.private_torch import (
 __all__ = [
     "HIDDEN_DEPTHS",
     "balanced_modes",
+    "end_interrupted_contexts",
     "hidden_depth",
     "hidden_from_recorders",
     "is_function_transformed",
@@ -39,6 +42,7 @@ __all__ = [
     "run_in_modes",
     "run_unseen",
     "unseen",
+    "without_gradients",
 ]
 
 Result = TypeVar("Result")
@@ -95,6 +99,22 @@ def leave_mode(mode: TorchFunctionMode) -> bool:
     return True
 
 
+def end_interrupted_contexts() -> None:
+    """End the context managers whose ``__exit__`` was interrupted by the Ctrl-C
+    that is being handled, if one is.
+
+    They are resumed when the frame of their ``__exit__`` is cleared, which is otherwise after the
+    outer context managers have ended, and restore a state from inside them. In this way torch puts
+    back a mode that it has set aside while the mode handles a call.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, KeyboardInterrupt):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == contextlib.__file__:
+                with suppress(RuntimeError):  # the frame is running, as around this call
+                    frame.clear()
+
+
 @contextmanager
 def balanced_modes() -> Iterator[None]:
     """Leave all modes that the code inside leaves on,
@@ -110,11 +130,8 @@ def balanced_modes() -> Iterator[None]:
         with _EnableTorchFunction(), _PreserveDispatchKeyGuard():
             try:
                 yield
-            except KeyboardInterrupt as error:
-                # If Ctrl-C interrupts the __exit__ of a context manager, it is resumed when its
-                # frame is cleared, after the outer context managers have ended, and restores a
-                # state from inside them. So frames are cleared first.
-                traceback.clear_frames(error.__traceback__)
+            except KeyboardInterrupt:
+                end_interrupted_contexts()
                 torch.set_grad_enabled(has_gradients)
                 raise
     finally:
@@ -223,6 +240,19 @@ def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
             return function(*args, **kwargs)
         with _disable_current_modes():
             return function(*args, **kwargs)
+
+
+def without_gradients(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a function to run as under torch.no_grad, which Ctrl-C can leave on."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        # The guard of C++ restores the flag, see run_unseen().
+        with _InferenceMode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(False)
+            return function(*args, **kwargs)
+
+    return run
 
 
 def unseen(function: Callable[..., Result]) -> Callable[..., Result]:

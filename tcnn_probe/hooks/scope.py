@@ -43,6 +43,7 @@ class Scope:
         """
         if not is_eager():  # as in a layer of a model that is followed itself
             self._eagerness = Eagerness(module)
+            self._eagerness.open()  # it is kept before, so that close() ends it after Ctrl-C
         self.enter(observer, modes)
 
     def enter(self, observer: Observer | None, modes: Sequence[TorchFunctionMode] = ()) -> None:

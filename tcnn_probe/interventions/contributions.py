@@ -9,7 +9,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
@@ -23,7 +22,7 @@ from tcnn_probe.attention.head_editor import (
 from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
-from tcnn_probe.hooks.modes import hidden_from_recorders
+from tcnn_probe.hooks.modes import hidden_from_recorders, without_gradients
 from tcnn_probe.hooks.private_torch import (
     COMPILED_CALL,
     COMPILED_MODULE,
@@ -62,7 +61,7 @@ class Terms:
         # head.
         return [self._run(only=heads) - without_heads for heads in groups]
 
-    @torch.no_grad()
+    @without_gradients
     def check(self, heads: Sequence[int]) -> None:
         """Raise for a layer in which the term of some heads depends on the other heads."""
         # The heads of gated layers add up by construction (T-CNN Eq. 5).

@@ -16,6 +16,7 @@ from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.heads.anatomy import Convolution, nearest_convolution
+from tcnn_probe.hooks.modes import without_gradients
 from tcnn_probe.images import as_images, as_pictures
 from tcnn_probe.interventions.token_places import TokenPlaces
 from tcnn_probe.models import for_model
@@ -178,6 +179,12 @@ class AttentionReference(ReferenceStatistics):
             else ""
         )
 
+    @without_gradients
+    def _collect(self, attention: Attention, heads: Sequence[int], layer: str) -> None:
+        check_reconstruction(attention)
+        weights = attention.weights().flatten(0, 1) if self.whole else attention.content()
+        self.add(attention.number, heads, weights, layer)
+
     def attention_for(
         self, attention: Attention, heads: Sequence[int], layer: str
     ) -> Tensor | None:
@@ -189,10 +196,7 @@ class AttentionReference(ReferenceStatistics):
             collected.
         """
         if self.is_collecting:
-            with torch.no_grad():
-                check_reconstruction(attention)
-                weights = attention.weights().flatten(0, 1) if self.whole else attention.content()
-                self.add(attention.number, heads, weights, layer)
+            self._collect(attention, heads, layer)
         if not self.is_finished:
             return None
         number, rows, queries, keys = (

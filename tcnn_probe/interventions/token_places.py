@@ -18,7 +18,7 @@ from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.stream import attention_stream
 from tcnn_probe.heads.static_pattern import offsets_of_pairs
 from tcnn_probe.hooks.calls import Call
-from tcnn_probe.hooks.modes import hidden_from_recorders
+from tcnn_probe.hooks.modes import hidden_from_recorders, without_gradients
 from tcnn_probe.images import input_tensors
 from tcnn_probe.interventions.contributions import frozen_copy
 
@@ -116,7 +116,7 @@ class GridFinder:
         self._found: dict[Any, dict[str, TokenPlaces | str]] = {}
         self._running = threading.local()
 
-    @torch.no_grad()
+    @without_gradients
     def look(self, call: Call) -> None:
         """Find the places in a call of the model that begins,
         unless inputs of its size were seen before.

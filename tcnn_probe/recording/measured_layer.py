@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model.precision import widest
 from tcnn_probe.attention.head_editor import run_with_gates
-from tcnn_probe.hooks.modes import named_in_errors
+from tcnn_probe.hooks.modes import named_in_errors, without_gradients
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.measured import check_measured
 from tcnn_probe.recording.sums import Terms
@@ -75,7 +75,7 @@ class MeasuredLayer:
         self._handles, self._unhooked = {}, []
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_gradients
     def _add(
         self,
         variable: str,
@@ -105,7 +105,7 @@ class MeasuredLayer:
             name: Terms(_as_array(self._squares[name]), count) for name, count in passes.items()
         }
 
-    @torch.no_grad()
+    @without_gradients
     def read_state(self) -> dict[str, np.ndarray]:
         """Read values from the layer's parameters, with the edits under which its forwards run.
 

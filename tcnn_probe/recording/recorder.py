@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, get_args
 
@@ -147,16 +147,16 @@ class Recorder:
         self._groups: Groups | None = None
         self._warned: set[Hashable] = set()
         self._ranks = Ranks(distributed)
-        # If anything fails here, hooks and locks are removed again.
-        with ExitStack() as undo:
-            with self._ranks.agreed():
-                self._store = EpochStore(
-                    store if self._ranks.writes else None, along=along, mode=mode
-                )
-                undo.callback(self._store.close)
-            self._marks = self._ranks.gather(self._store.marks)[0]
-            self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
-            undo.callback(self._collector.remove)
+        with self._ranks.agreed():
+            self._store = EpochStore(store if self._ranks.writes else None, along=along, mode=mode)
+        self._marks = self._ranks.gather(self._store.marks)[0]
+        self._collector = Collector(model, found_probes, layer_names, sampling, tokens)
+        # This also removes the hooks of a recorder that is dropped without remove(), as when a
+        # notebook cell runs twice.
+        release = weakref.finalize(self, _release, self._collector, self._store)
+        release.atexit = False
+        try:
+            self._collector.stream.attach()
             checks.check_probes(self._collector)
             with self._ranks.agreed():
                 # This is checked before anything is locked or written, so that an error leaves the
@@ -165,13 +165,12 @@ class Recorder:
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs)
             self._collector.forwards.on_training = self._weights.check
-            undo.pop_all()
+        except BaseException:
+            release()
+            raise
         if self._marks:
             count = _count(len(self._marks), along)
             _LOG.info("%s holds %s: continuing", self._store.name, count)
-        # Remove the hooks of a recorder that is dropped without remove(), as when a notebook cell
-        # runs twice.
-        weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
     @property
     def layers(self) -> tuple[str, ...]:

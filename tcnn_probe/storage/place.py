@@ -1,5 +1,6 @@
 """Places of recordings: memory, a directory, a URL or a zarr store."""
 
+import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -32,10 +33,16 @@ UNFINISHED = ".tcnn_probe.init"
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in zarr's thread; Ctrl-C is raised once it has ended and writes no more."""
-    ended = threading.Event()
+    has_begun, ended, is_wanted = False, threading.Event(), True
 
     async def watched() -> T:
+        nonlocal has_begun
+        has_begun = True
         try:
+            # Either this sees that nothing is wanted any more, or the other thread sees that it has
+            # begun.
+            if not is_wanted:
+                raise asyncio.CancelledError
             return await work
         finally:
             ended.set()
@@ -43,8 +50,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return sync(watched())
     except BaseException:
-        # If a disk or server takes longer, do not wait: the user wants to stop.
-        ended.wait(60)
+        is_wanted = False
+        if has_begun:
+            # If a disk or server takes longer, do not wait: the user wants to stop.
+            ended.wait(60)
+        else:
+            work.close()
         raise
 
 

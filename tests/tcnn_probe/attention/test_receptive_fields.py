@@ -2,8 +2,6 @@
 when single rows and columns of the image are lit.
 """
 
-from contextlib import closing
-
 import pytest
 import timm.layers
 import torch
@@ -86,7 +84,7 @@ def test_cells_lie_at_the_centre_of_what_they_see(name: str, mode: type) -> None
         nn.init.ones_(parameter)
     with mode():
         fields = ReceptiveFields(SIZE)
-        with closing(AttentionStream(model, AttentionListener(), fields=fields)):
+        with AttentionStream(model, AttentionListener(), fields=fields).following():
             model(torch.rand(1, 1, *SIZE, dtype=torch.float64))
         for side in (0, 1):
             grid, middles = seen_along(model, side)

@@ -109,6 +109,7 @@ def test_listeners_see_the_model_output_and_choose_layers() -> None:
     model = Several().eval()
     count = Count()
     stream = tcnn_probe.attention.stream.AttentionStream(model, count, layers=["blocks.0", "gate"])
+    stream.attach()
     model(images())
     with pytest.raises(RuntimeError):
         # One channel instead of two makes the forward fail, which must end the stream's records of

@@ -19,7 +19,7 @@ from torch.utils import _python_dispatch, hooks
 import tcnn_probe
 from tcnn_probe.attention import head_editor, stream
 from tcnn_probe.attention.head_edit import HeadEdit
-from tcnn_probe.hooks import calls, forwards, modes
+from tcnn_probe.hooks import calls, compilation, forwards, modes
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
 from tests.tcnn_probe.contracts.helpers import Trace, vit
@@ -183,6 +183,101 @@ def test_an_ablation_that_is_interrupted_as_it_begins_or_ends_has_ended() -> Non
         assert torch.equal(model(images), expected), place
         assert Trace(model) == trace, place
     gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        tcnn_probe.record,
+        tcnn_probe.ablate,
+        lambda model: tcnn_probe.attention_stream(model, lambda attention: None),
+    ],
+    ids=["record", "ablate", "attention_stream"],
+)
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+def test_a_mode_that_torch_has_set_aside_is_left(attach: Callable[[nn.Module], Any]) -> None:
+    """Torch puts it back when the traceback is freed, after the ``with``."""
+    model, images = vit(), torch.randn(2, 2, 20, 28)
+    with attach(model), Interruption() as interruption:
+        model(images)
+    set_aside = torch.overrides.__file__
+    places = [x for x in interruption.places if x[0] == "__exit__" and x[1] == set_aside]
+    assert places
+    for place in places:
+        with pytest.raises(KeyboardInterrupt), attach(model), Interruption(place):
+            model(images)
+        assert not _get_current_function_mode_stack(), place
+
+
+def with_references(model: nn.Module) -> None:
+    images = torch.randn(2, 2, 20, 28)
+    with tcnn_probe.ablate(model, "blocks.0.attn", "static", images=images) as ablation:
+        assert ablation.heads
+
+
+def marked(model: nn.Module) -> None:
+    with tcnn_probe.record(model) as recorder:
+        model(torch.randn(2, 2, 20, 28)).sum().backward()
+        recorder.mark(epoch=0)
+
+
+@pytest.mark.parametrize("run", [marked, with_references])
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+def test_gradients_that_an_interruption_finds_switched_off_are_on(
+    run: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, switch = vit(), torch.set_grad_enabled
+    run(model)
+
+    def interrupt_at(last: int) -> int:
+        """Interrupt the last of so many calls of torch's switch, and return how many there were."""
+        count = 0
+
+        def interrupted(mode: bool) -> Any:
+            nonlocal count
+            count += 1
+            result = switch(mode)
+            if count == last:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "set_grad_enabled", interrupted)
+            run(model)
+        return count
+
+    for last in range(1, interrupt_at(0)):
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_at(last)
+        assert torch.is_grad_enabled(), last
+
+
+def test_compiled_code_runs_compiled_after_an_interruption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compilation, "eager_switch", interrupt)
+    with pytest.raises(KeyboardInterrupt), untouched(vit()):
+        pass
+    assert not compilation.is_eager()
+
+
+def test_a_recorder_that_is_interrupted_as_it_begins_leaves_nothing() -> None:
+    model = vit()
+    trace = Trace(model)
+    with Interruption() as interruption:
+        recorder = tcnn_probe.record(model)
+    recorder.remove()
+    callers = "recording/recorder.py", "recording/collector.py", "attention/stream.py"
+    places = [place for place in interruption.places if place[1].endswith(callers)]
+    assert len(places) > 10
+    for place in places:
+        with pytest.raises(KeyboardInterrupt), Interruption(place):
+            tcnn_probe.record(model)
+        assert Trace(model) == trace, place
 
 
 class Interrupting(nn.Module):

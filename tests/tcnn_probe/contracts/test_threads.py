@@ -276,6 +276,7 @@ def test_a_running_forward_is_not_taken_for_an_abandoned_one() -> None:
             model(image)
 
     stream = AttentionStream(model, Listener())
+    stream.attach()
     interval = sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]
     try:
