@@ -11,7 +11,7 @@ from torch import Tensor
 from tcnn_model import kernels
 from tcnn_model.kernels import RowStatistics, TokenGrid, trial
 from tcnn_model.precision import at_least_float32
-from tcnn_probe.attention.visibility import HIDDEN
+from tcnn_probe.attention.visibility import HIDDEN, HIDDEN_BY_MASK
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = ["DeferredLogits", "GivenLogits", "Logits", "ProductLogits"]
@@ -21,9 +21,6 @@ __all__ = ["DeferredLogits", "GivenLogits", "Logits", "ProductLogits"]
 _FEW_ROWS = 32
 _ALL = slice(None)
 
-# A key is hidden by a mask of -100 (Swin) or less; in a fused mask a relative position bias may be
-# added to it.
-_HIDDEN_MASK = -80.0
 # Logits that a model has masked itself: libraries add -10000 or less, or fill with minus infinity.
 _HIDDEN_LOGIT = -5000.0
 
@@ -256,7 +253,8 @@ class ProductLogits(Logits):
         mask = self._mask[shared[0], shared[1]]
         rows, queries = rows.to(self.device) % len(mask), queries.to(self.device)
         # Index tensors that are not adjacent move their axes to the front: (r, n, heads, N_key).
-        return _is_hidden(mask[rows[:, None], :, queries], _HIDDEN_MASK).all(2)
+        # A relative position bias may be added to a mask.
+        return _is_hidden(mask[rows[:, None], :, queries], HIDDEN_BY_MASK).all(2)
 
     def visible(self, rows: slice) -> Tensor | None:
         """Return which keys the mask or the modification leaves, see :class:`Logits`."""
@@ -272,7 +270,10 @@ class ProductLogits(Logits):
             for size, stride in zip(self.shape, self._mask.stride(), strict=True)
         ]
         mask = self._mask[rows if varying[0] > 1 else slice(1), : varying[1], : varying[2]]
-        return mask.any(1) if mask.dtype == torch.bool else _is_visible(mask)
+        if mask.dtype == torch.bool:
+            return mask.any(1)
+        is_mask_alone = ((mask == 0) | (mask <= HIDDEN_BY_MASK)).all()
+        return _is_visible(mask, torch.where(is_mask_alone, HIDDEN_BY_MASK, HIDDEN))
 
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
@@ -323,21 +324,27 @@ class GivenLogits(Logits):
     Args:
         logits: Shape (rows, heads, N_query, N_key). They may contain minus infinity, as the model
             may have masked them.
+        mask: True where the mask that the model has added leaves a key, in the same shape; None if
+            none is known.
     """
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, logits: Tensor, mask: Tensor | None = None) -> None:
         rows, heads, queries, keys = logits.shape
         super().__init__((rows, heads, queries, keys), logits, masked=True)
+        self._mask = mask
 
     def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
         """Return whether the model has masked keys, see :class:`Logits`."""
         rows, queries = rows.to(self.device), queries.to(self.device)
-        logits = self.source[rows[:, None], :, queries]
-        return _is_hidden(logits, _HIDDEN_LOGIT).all(2)
+        hidden = _is_hidden(self.source[rows[:, None], :, queries], _HIDDEN_LOGIT)
+        if self._mask is not None:
+            hidden |= ~self._mask[rows[:, None], :, queries]
+        return hidden.all(2)
 
     def visible(self, rows: slice) -> Tensor:
         """Return which keys a mask among the logits may have left, see :class:`Logits`."""
-        return _is_visible(self.source[rows])
+        visible = _is_visible(self.source[rows])
+        return visible if self._mask is None else visible & self._mask[rows].any(1)
 
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
@@ -379,8 +386,8 @@ class DeferredLogits(Logits):
         return self._rebuild()
 
 
-def _is_visible(logits: Tensor) -> Tensor:
+def _is_visible(logits: Tensor, limit: float | Tensor = HIDDEN) -> Tensor:
     """Return whether logits (rows, heads, N_query, N_key) show a key in any head;
     those of NaN do.
     """
-    return ~(logits.amax(1) <= HIDDEN)
+    return ~(logits.amax(1) <= limit)

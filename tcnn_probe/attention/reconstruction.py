@@ -74,6 +74,7 @@ def softmax_attention_of(
     running: Running,
     images: int | None,
     layout_of: Callable[[int, int, int], Layout],
+    with_mask: Callable[[SeenAttention, Layout], SeenAttention],
 ) -> SoftmaxAttention:
     """Describe a call of torch in the innermost running module
     as an attention between tokens on their grids.
@@ -86,6 +87,7 @@ def softmax_attention_of(
         images: Number of images whose tokens the layer gets; None if each row counts as an image.
         layout_of: Function that finds the tokens, given the numbers of queries, of keys and of
             windows of an image.
+        with_mask: Function that returns the description with the mask that was added to logits.
 
     Raises:
         NoTokenAttentionError: The call is not attention between tokens.
@@ -116,7 +118,8 @@ def softmax_attention_of(
         images = rows
     windows = rows // images
     layout = layout_of(queries, keys, windows)
-    in_order, fused = _in_order(seen, layout.order), seen.value is not None
+    in_order = _in_order(with_mask(seen, layout), layout.order)
+    fused = seen.value is not None
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -248,7 +251,8 @@ def _outputs_in_order(seen: SeenAttention, module: nn.Module, layout: Layout) ->
 def logits_of(seen: SeenAttention, module: nn.Module) -> Logits:
     """Return the logits of a described call."""
     if seen.logits is not None:
-        return GivenLogits(as_rows(seen.logits, module, seen.heads))
+        mask = None if seen.mask is None else as_rows(seen.mask, module, seen.heads)
+        return GivenLogits(as_rows(seen.logits, module, seen.heads), mask)
     query, key, _ = _broadcast(seen)
     mask = seen.mask
     if mask is not None:

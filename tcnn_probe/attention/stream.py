@@ -415,7 +415,9 @@ class AttentionStream:
         with named_in_errors(layer):
             try:
                 images = tokens.images_of(layer, running)
-                attention = softmax_attention_of(seen, layer, number, running, images, layout_of)
+                attention = softmax_attention_of(
+                    seen, layer, number, running, images, layout_of, tokens.with_mask
+                )
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix

@@ -38,6 +38,7 @@ from tcnn_probe.attention.token_order import (
 from tcnn_probe.hooks.calls import without_nested
 from tcnn_probe.hooks.compilation import never_compiled
 from tcnn_probe.hooks.forwards import Running
+from tcnn_probe.hooks.interception import SeenAttention
 from tcnn_probe.images import batch_of, input_tensors
 
 __all__ = ["TokenFinder"]
@@ -104,7 +105,7 @@ class TokenFinder:
     def forget_forward(self) -> None:
         """Forget a forward that has ended, but not what is known of the layers."""
         self._places: PlaceTracker | None = None
-        self._moves_images = False
+        self._moves_images = self._adds_masks = False
 
     def begins(
         self,
@@ -139,10 +140,10 @@ class TokenFinder:
 
     def ends(self) -> None:
         """Remember that calls of this kind need not be tracked any more,
-        unless images move in them.
+        unless images move in them, or masks hide keys.
         """
         self._tracked.add(self._call)
-        if self._moves_images:
+        if self._moves_images or self._adds_masks:
             self._tracked.discard(self._call)
         self.forget_forward()
 
@@ -236,6 +237,17 @@ class TokenFinder:
             advice="",
             words=0 if to_keys else layout.words,
         )
+
+    def with_mask(self, seen: SeenAttention, layout: Layout) -> SeenAttention:
+        """Return the description of a softmax with the mask that was added to its logits, if it
+        hides keys of whole images: of windows it is known which cells see each other.
+        """
+        hidden = None if self._places is None else self._places.hidden
+        if hidden is None or layout.cut is not None:
+            return seen
+        # The mask of the next forward can be another one.
+        self._adds_masks = True
+        return replace(seen, mask=~hidden)
 
     def complete(
         self, attention: A, views_of: Callable[[PlaceTracker], Sequence[View]] | None

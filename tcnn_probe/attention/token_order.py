@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.architectures.lookup import as_rows
+from tcnn_probe.attention.added_masks import AddedMasks
 from tcnn_probe.attention.carried_numbers import CHANNELS, CarriedNumbers
 from tcnn_probe.attention.layout import Arrangement, Tokens
 from tcnn_probe.attention.place_rules import (
@@ -170,6 +171,8 @@ class PlaceTracker(TorchFunctionMode):
             shapes (N_query,) and (N_key,), for the first image and head; None if these are unknown.
         are_channels: Whether these queries and keys are channels, whose products are sums over
             tokens.
+        hidden: Where a mask hides keys in the logits of the softmax that torch is computing, in
+            their shape; None if none was added.
 
     Args:
         inputs: Tensors among the inputs of the model. Tensors (B, C, H, W) are images, and tensors
@@ -197,6 +200,8 @@ class PlaceTracker(TorchFunctionMode):
         self.queries: Places = None
         self.keys: Places = None
         self.are_channels = False
+        self.hidden: Tensor | None = None
+        self._masks = AddedMasks()
         self._rows: Places = None
         self._pixels = CarriedNumbers()
         # Each view has a random number here, so that a mean over several views is the number of
@@ -368,13 +373,14 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Find the places of queries and keys before torch computes attention."""
-        self.queries = self.keys = self._rows = None
+        self.queries = self.keys = self._rows = self.hidden = None
         self.are_channels = False
         name = function_name(func)
         if name != "softmax" and name not in ATTENTION_FUNCTIONS and not is_kernel(func):
             return
         with self._noting_failures(name):
             inputs = tensors_in((*args, *kwargs.values()))
+            self.hidden = self._masks.of(inputs[0]) if name == "softmax" else None
             queries, keys = self._pixels.sides(func, inputs)
             is_fused = name != "softmax"
             self._rows = self._views_of.sides(func, inputs)[0]
@@ -403,6 +409,8 @@ class PlaceTracker(TorchFunctionMode):
             if self._fields is not None and inputs and outputs:
                 with self._noting_failures(name):
                     self._fields.follow(Call(func, args, kwargs, inputs, (), outputs))
+            with self._noting_failures(name):
+                self._masks.follow(name, Call(func, args, kwargs, inputs, (), outputs))
             for table in (self._pixels, self._views_of):
                 with self._noting_failures(name):
                     places = [table.of(tensor) for tensor in inputs]

@@ -11,13 +11,15 @@ from tcnn_model.precision import widest_dtype
 if TYPE_CHECKING:
     from tcnn_probe.attention.softmax import SoftmaxAttention
 
-__all__ = ["HIDDEN", "Visibility", "find_visibility"]
+__all__ = ["HIDDEN", "HIDDEN_BY_MASK", "Visibility", "find_visibility"]
 
 # A mask, or a logit that contains it, hides a key with at most this number. Models hide keys with
-# minus infinity, the smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds between
-# regions of a window is far above it (its keys make no padding; see Windows.regions), and so are
-# biases of positions and logits of trained models.
+# minus infinity, the smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds, with biases
+# of positions, between regions of a window is far above it (its keys make no padding; see
+# Windows.regions), and so are these biases and logits of trained models.
 HIDDEN = -5000.0
+# A mask alone, all of whose numbers are 0 or far below, hides a key with at most this number.
+HIDDEN_BY_MASK = -80.0
 
 
 @dataclass(frozen=True)

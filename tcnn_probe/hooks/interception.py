@@ -70,7 +70,7 @@ class SeenAttention:
             (..., N_key, d_value); None for a softmax.
         scale: Factor of the products of fused attention.
         mask: Mask of fused attention: numbers to add to the logits, or True where a query may
-            attend to a key.
+            attend to a key; of a softmax, the mask that its logits contain, in their shape.
         modification: Function of flex_attention that changes the products, if there is one.
         output: Output of torch: the attention itself if ``logits`` is given, else the result of
             ``finish`` for attention times values; None if dropout was applied.

@@ -130,6 +130,17 @@ def images_alone() -> list[Tensor]:
     return [torch.randn(1, 3, 4 * h, 4 * w, generator=generator).double() for h, w in SIZES]
 
 
+def padded_to(height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the images among noise on a grid of this size, and which of its cells are real."""
+    generator = torch.Generator().manual_seed(2)
+    batch = torch.randn(3, 3, 4 * height, 4 * width, generator=generator).double()
+    is_real = torch.zeros(3, height, width, dtype=torch.bool)
+    for i, (image, (h, w)) in enumerate(zip(images_alone(), SIZES, strict=True)):
+        batch[i, :, : 4 * h, : 4 * w] = image
+        is_real[i, :h, :w] = True
+    return batch, is_real
+
+
 @cache
 def measured_alone(how: Callable[..., Tensor], prefix: int) -> list[dict[str, xr.DataArray]]:
     """Return the variables of each image alone, without a mask, which is what hides nothing."""
@@ -146,14 +157,9 @@ def test_padded_images_are_measured_as_if_alone(
     model = Padded(how, hides, prefix)
     alone = measured_alone(how, prefix)
     assert "attention_distance" in alone[0]
-    generator = torch.Generator().manual_seed(2)
     measured = []
     for height, width in ((5, 7), (7, 11)):
-        batch = torch.randn(3, 3, 4 * height, 4 * width, generator=generator).double()
-        is_real = torch.zeros(3, height, width, dtype=torch.bool)
-        for i, (image, (h, w)) in enumerate(zip(images_alone(), SIZES, strict=True)):
-            batch[i, :, : 4 * h, : 4 * w] = image
-            is_real[i, :h, :w] = True
+        batch, is_real = padded_to(height, width)
         padded = epoch(model, batch, is_real)
         check_alone(padded, alone)
         measured.append(padded["content_information"].values)
@@ -163,6 +169,79 @@ def test_padded_images_are_measured_as_if_alone(
             reference.weights.numpy()[:, None, :, prefix:], mask.queries[..., prefix:]
         )
         np.testing.assert_allclose(measured[-1][0], expected, rtol=1e-9, atol=1e-12)
+
+
+def adding(number: float) -> Callable[..., Tensor]:
+    """Attention that adds a number to the logits of hidden keys, as transformers does."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        if visible is not None:
+            logits = logits + (1.0 - visible.to(q.dtype)) * number
+        return F.softmax(logits, -1) @ v
+
+    return attend
+
+
+def fused_adding(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    mask = None if visible is None else torch.zeros_like(visible, dtype=q.dtype)
+    if mask is not None and visible is not None:
+        mask = mask.masked_fill(~visible, -100)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def filling(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    logits = (q @ k.mT).flatten(0, 1)
+    if visible is not None:
+        hidden = ~visible.repeat_interleave(HEADS, 1).expand(-1, -1, *logits.shape[1:])
+        logits.masked_fill_(hidden.flatten(0, 1), -100)
+    logits = logits.unflatten(0, (-1, HEADS)) / q.shape[-1] ** 0.5
+    return logits.softmax(-1) @ v
+
+
+def entropies_alone(model: Padded, image: Tensor) -> Tensor:
+    """Return entropies of the heads, means over the queries."""
+    x = model.patches(image).flatten(2).mT
+    q, k, _ = model.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return -weights.xlogy(weights).sum(-1).mean((0, 2))
+
+
+MASKS = {
+    "-100": adding(-100),
+    "-1e4": adding(-1e4),
+    "smallest": adding(torch.finfo(torch.float64).min),
+    "fused": fused_adding,
+    "filled": filling,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hides", ["keys", "all", "all but themselves"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_added_to_logits(name: str, hides: str) -> None:
+    """Images that are padded to any length give the numbers that they give alone."""
+    model = Padded(MASKS[name], hides, 0)
+    alone = [epoch(model, image) for image in images_alone()]
+    entropy = torch.stack([entropies_alone(model, image) for image in images_alone()]).mean(0)
+    for size in ((5, 5), (5, 7), (7, 11), (11, 13)):
+        padded = epoch(model, *padded_to(*size))
+        check_alone(padded, alone)
+        np.testing.assert_allclose(padded["entropy"][0], entropy, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_masks_of_later_forwards_are_others() -> None:
+    """The first one hides nothing."""
+    model = Padded(adding(-100), "keys", 0)
+    batch, is_real = padded_to(5, 7)
+    with tcnn_probe.record(model) as recorder:
+        for visible in (is_real | True, is_real, is_real.flip(2)):
+            model(batch, visible)
+            recorder.mark(epoch=len(recorder.epochs))
+    entropy = recorder.dataset.uniform_entropy.values[:, 0]
+    mean = is_real.sum((1, 2)).double().log().mean()
+    np.testing.assert_allclose(entropy, [np.log(35), mean, mean], rtol=1e-6)
 
 
 class Encoder(nn.Module):
