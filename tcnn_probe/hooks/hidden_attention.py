@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from tcnn_probe.hooks.kernel_calls import OpOverload
 from tcnn_probe.hooks.modes import leaves_of
-from tcnn_probe.hooks.private_torch import HigherOrderOperator
 
 __all__ = ["hidden_attention", "is_graph_operator"]
 
@@ -23,9 +23,9 @@ _EXPORTED = re.compile(r"aten\._?(softmax|scaled_dot_product_attention)\.")
 
 def is_graph_operator(func: Callable[..., Any]) -> bool:
     """Return whether a function runs graphs, or attends as a part of an exported graph."""
-    if isinstance(func, HigherOrderOperator):
-        return True
-    return isinstance(func, OpOverload) and _EXPORTED.match(str(func)) is not None
+    if isinstance(func, OpOverload):
+        return _EXPORTED.match(str(func)) is not None
+    return getattr(torch.ops.higher_order, getattr(func, "__name__", ""), None) is func
 
 
 def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -36,12 +36,11 @@ def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
         # Attention has an axis of heads or images beside its matrix; class scores do not.
         is_attention = any(isinstance(x, Tensor) and x.ndim > 2 for x in args)
         return "it attends in a graph of torch.export" if is_attention else ""
-    assert isinstance(func, HigherOrderOperator)
     graphs = [x for x in leaves_of(args) if isinstance(x, GraphModule)]
     for graph in graphs:
         # Operators can be nested.
         for part in graph.modules():
             nodes = part.graph.nodes if isinstance(part, GraphModule) else ()
             if any(_ATTENTION.search(str(node.target)) for node in nodes):
-                return f"it attends in a function that torch.{func.name()} runs"
+                return f"it attends in a function that torch.{func.__name__} runs"
     return ""

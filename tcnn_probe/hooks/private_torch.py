@@ -34,9 +34,6 @@ from torch._C._dynamo.eval_frame import (
 
 # Transforms of torch.func hide images.
 from torch._C._functorch import peek_interpreter_stack
-
-# The type of torch.cond and the like, whose graphs have no layers.
-from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as global_hooks
 
 # A recorder may be removed below the user's modes.
@@ -51,7 +48,6 @@ __all__ = [
     "COMPILED_CALL",
     "COMPILED_MODULE",
     "UNCOMPILED_FUNCTION",
-    "HigherOrderOperator",
     "TorchDispatchMode",
     "_EnableTorchFunction",
     "_FrameAction",
@@ -66,7 +62,6 @@ __all__ = [
     "count_compiled_frames",
     "eager_switch",
     "forget_global_hook",
-    "getitem_as_index",
     "hook_tables",
     "peek_interpreter_stack",
     "set_code_exec_strategy",
@@ -101,17 +96,6 @@ def count_compiled_frames() -> int:
     count = exchange_count(-1)
     exchange_count(count)
     return count
-
-
-def getitem_as_index() -> Any:
-    """Return the mode in which vmap can map ``bias[query,
-    key]``, which flex_attention enters for users' functions.
-    """
-    # The import is local, because torch.compile's modules take a second to import unless
-    # flex_attention has run.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.hooks.modes import run_in_modes
-from tcnn_probe.hooks.private_torch import getitem_as_index
 
 __all__ = ["ScoreModification"]
 
@@ -63,9 +63,25 @@ class ScoreModification:
         for axes in _AXES:
             mapped = torch.vmap(mapped, in_dims=axes)
         places = images, heads, self.queries[queries], self.keys[keys]
-        return run_in_modes(lambda: mapped(scores, *places), getitem_as_index())
+        return run_in_modes(lambda: mapped(scores, *places), _IndexByTensors())
 
     def _modify(self, score: Tensor, *place: Tensor) -> Tensor:
         modified = self.score_mod(score, *place, *self.score_buffers)
         visible = self.mask_mod(*place, *self.mask_buffers)
         return torch.where(visible, modified, -torch.inf)
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Mode in which vmap can map ``bias[query, key]``, as in torch's own eager flex_attention.
+
+    Indexing by a tensor without axes otherwise reads its number, which vmap refuses.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(i, Tensor | int) for i in indices):
+                tensors = [torch.as_tensor(i, device=x.device) for i in indices]
+                return torch.ops.aten.index(x, tensors)
+        return func(*args, **(kwargs or {}))

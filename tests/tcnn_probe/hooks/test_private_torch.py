@@ -105,17 +105,6 @@ def transforms() -> None:
     assert private.peek_interpreter_stack() is None
 
 
-def operators() -> None:
-    assert isinstance(torch.ops.higher_order.flex_attention, private.HigherOrderOperator)
-
-
-def indices() -> None:
-    bias = torch.arange(6.0)
-    with private.getitem_as_index():
-        rows = torch.vmap(lambda index: bias[index])(torch.tensor([4, 1]))
-    assert rows.tolist() == [4, 1]
-
-
 def hooks_of_a_module() -> None:
     module = nn.Identity()
     module.register_forward_pre_hook(lambda *call: None, with_kwargs=True)
@@ -211,8 +200,6 @@ CHECKS: dict[Callable[[], None], str] = {
     gradients: "_InferenceMode _set_fwd_grad_enabled",
     backward_pass: "_current_graph_task_id",
     transforms: "peek_interpreter_stack",
-    operators: "HigherOrderOperator",
-    indices: "getitem_as_index",
     hooks_of_a_module: "hook_tables",
     hooks_of_all_modules: "forget_global_hook",
     compiled_modules: "COMPILED_MODULE COMPILED_CALL UNCOMPILED_FUNCTION",
