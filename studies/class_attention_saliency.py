@@ -375,7 +375,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--data (default: 0)",
             from_least(0),
             14,
-            small=6,
+            small=5,
             data=0,
         ),
         Option("--batch-size", "images per step", from_least(1), 32, small=16, data=32),
@@ -384,7 +384,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         device_option(),
         *machine_options(),
         SEED_OPTION,
-        small_option("few small images without clutter, 6 epochs, 20 seconds", only="digits"),
+        small_option("few small images without clutter, 5 epochs, 15 seconds", only="digits"),
         Option(
             "--heads",
             "heads of the pooling of a PatchConvNet that is compared with one of a single head; no "
@@ -416,7 +416,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "(default: 5)",
             from_least(1),
             5,
-            small=6,
+            small=5,
         ),
         Option(
             "--steps",

@@ -297,7 +297,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         small_option("few scenes and steps, one dose, 20 seconds"),
     ]
     args = parse_options(__doc__, "content_control", arguments, {"runs": options})
-    args.scenes, args.test_scenes = (320, 100) if args.small else (45_000, 10_000)
+    args.scenes, args.test_scenes = (320, 40) if args.small else (45_000, 10_000)
     return args
 
 

@@ -464,9 +464,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--epochs", "epochs of each training", from_least(4), 10, small=4),
         Option("--healthy", "healthy trainings", from_least(1), 10, small=1),
         Option("--seeds", "trainings of each illness, from --seed on", from_least(1), 3, small=1),
-        *image_set_options(),
+        *image_set_options(small=960),
         SEED_OPTION,
-        small_option("1 healthy training, 1 of each illness that must be named, 4 epochs"),
+        small_option(
+            "960 digits, 4 epochs, 1 healthy training, 1 of each illness that must be named"
+        ),
     ]
     return parse_options(__doc__, "training_health", arguments, {"training": options})
 

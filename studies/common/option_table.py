@@ -229,15 +229,20 @@ def severities_option(default: list[int], small: list[int] | None = None) -> Opt
     return Option("--severities", words, int, default, small=small or default, choices=range(1, 6))
 
 
-def image_set_options() -> list[Option]:
-    """Return options for digits, or small photographs of one size, to train from scratch."""
+def image_set_options(small: int | None = None) -> list[Option]:
+    """Return options for digits, or small photographs of one size, to train from scratch.
+
+    Args:
+        small: Number of images in the small form; None for all.
+    """
     words = "folder with train/ and val/, each with a folder per class, of small images of one size"
     return [
         Option("--data", words, default="digits"),
         Option(
             "--limit",
-            "number of images of --data to use, a quarter of them for validation (default: all)",
+            "number of images to use, a quarter of them for validation (default: all)",
             from_least(40),
+            small=small,
         ),
         device_option(),
     ]

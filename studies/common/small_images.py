@@ -183,14 +183,19 @@ def load_image_set(data: str, limit: int | None, cache: Path) -> ImageSet:
 
     Args:
         data: "digits", or a folder with train/ and val/.
-        limit: Number of photographs to use, a quarter of them for validation; None for all.
+        limit: Number of images to use, a quarter of them for validation; None for all.
         cache: Folder of the decoded photographs.
 
     Raises:
         InputError: The folder has another layout, or images of several sizes.
     """
     if data == "digits":
-        images = (*plain_digits(training=True), *plain_digits(training=False))
+        counts = (None, None) if limit is None else (limit - limit // 4, limit // 4)
+        images = [
+            values[:count]
+            for training, count in zip((True, False), counts, strict=True)
+            for values in plain_digits(training=training)
+        ]
         return ImageSet(*images, patch=2, rate=3e-3, batch=96)
     arrays = []
     for part in decoded(data, cache, limit):

@@ -13,6 +13,7 @@ from timm.data.auto_augment import rand_augment_transform
 from common.data import RAND_AUGMENT, image_loaders
 from common.folder import open_folder
 from common.output import InputError
+from common.small_images import load_image_set
 
 
 def test_random_augmentations_do_not_fail() -> None:
@@ -66,3 +67,10 @@ def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None
     assert all(labels.ndim == 1 for _, labels in validation)
     with pytest.raises(InputError, match="mixes images in pairs: got batches of 1"):
         image_loaders(model, folders, **options | {"batch_size": 1})
+
+
+def test_a_limit_holds_for_digits_too(tmp_path: Path) -> None:
+    """A quarter of them is for validation, as of photographs."""
+    data = load_image_set("digits", 43, tmp_path)
+    assert [len(data.images), len(data.labels)] == [33, 33]
+    assert [len(data.validation), len(data.validation_labels)] == [10, 10]

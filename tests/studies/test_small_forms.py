@@ -366,9 +366,9 @@ def test_a_killed_run_and_those_of_another_seed_are_trained(
 
 
 CLASS_RUNS = {  # runs of the small form, with their numbers of epochs
-    "ResNet, average pooling": 3,
-    "ResNet, attention pooling": 3,
-    "PatchConvNet": 6,
+    "ResNet, average pooling": 2,
+    "ResNet, attention pooling": 2,
+    "PatchConvNet": 5,
     "PatchConvNet, by class": 2,
 }
 GRADIENTS = ["gradcam", "integrated_gradients", "input_x_gradient", "occlusion"]
