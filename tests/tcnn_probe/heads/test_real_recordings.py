@@ -27,7 +27,7 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
     and then other parameters.
     """
     torch.manual_seed(0)
-    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
+    cnn = timm.create_model("resnet18", in_chans=1, num_classes=2, channels=(16, 32, 64, 128))
     names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
     model = tcnn_model.reparameterize(cnn, layers=names, input_size=(1, 160, 224)).eval()
     first, second, third = tcnn_model.gpsa_layers(model).values()
