@@ -1,5 +1,6 @@
 """The store of one recording, extended mark by mark."""
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,16 @@ from tcnn_probe.storage.directory import (
 from tcnn_probe.storage.marks import Mark, write_mark
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, listed, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
-from tcnn_probe.storage.root import ALONG, GIVEN, HEADS, IDENTITY, VERSION, Root, is_recorded, join
+from tcnn_probe.storage.root import (
+    ALONG,
+    HEADS,
+    IDENTITY,
+    LAYERS,
+    VERSION,
+    Root,
+    is_recorded,
+    join,
+)
 
 __all__ = ["EpochStore", "Mode"]
 
@@ -281,12 +291,24 @@ class EpochStore:
 def _check_replaceable(place: Place) -> None:
     """Raise StoreError if replacing would delete something that no recording has written."""
     documents = Root.read(place).documents.items()
-    names = {path.split("/")[0] for path, about in documents if is_recorded(about)}
+    known = _OWN_FILES | {path.split("/")[0] for path, about in documents if is_recorded(about)}
     for name in place.names():
-        # A killed mark may have left the array of a scalar.
-        if name not in _OWN_FILES | names and GIVEN.encode() not in (
-            place.read(f"{name}/{ROOT}") or b""
-        ):
+        if name not in known and not _is_left_over(place, name):
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {name!r}"
             )
+
+
+def _is_left_over(place: Place, path: str) -> bool:
+    """Return whether a mark that was killed may have left this array, group or folder."""
+    text = place.read(f"{path}/{ROOT}")
+    members = {*place.names(path)} - _OWN_FILES
+    if text is None:  # the folder of an array or a group, before it has metadata
+        return not members and place.directory is not None and (place.directory / path).is_dir()
+    document = json.loads(text)
+    if document["node_type"] == "array":
+        return is_recorded(document)
+    attributes = document["attributes"]
+    return (LAYERS in attributes or not attributes) and all(
+        _is_left_over(place, f"{path}/{name}") for name in members
+    )

@@ -81,9 +81,9 @@ class Place:
         buffer = run(self.store.get(key, default_buffer_prototype()))
         return None if buffer is None else buffer.to_bytes()
 
-    def names(self) -> list[str]:
-        """List the objects and folders at the top, in order."""
-        return sorted(listed(lambda: self.store.list_dir("")))
+    def names(self, folder: str = "") -> list[str]:
+        """List the objects and folders in a folder, by default at the top, in order."""
+        return sorted(listed(lambda: self.store.list_dir(folder)))
 
     def root(self) -> bytes | None:
         """Read the root; None if nothing is there, or unfinished; StoreError for other files."""

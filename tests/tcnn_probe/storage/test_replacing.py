@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 import zarr
 
+from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tests.tcnn_probe.storage.tables import (
     MAPS,
@@ -20,7 +21,6 @@ from tests.tcnn_probe.storage.tables import (
     assert_holds,
     contents,
     create,
-    dies,
     recording,
     steps,
     values,
@@ -156,7 +156,7 @@ def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 @pytest.mark.parametrize(
-    "kind", ["array", "group", "folder", "link", "xarray's array", "xarray's group"]
+    "kind", ["array", "group", "folder", "file", "link", "xarray's array", "xarray's group"]
 )
 def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind: str) -> None:
     recording(path := tmp_path / "run.zarr")
@@ -165,9 +165,11 @@ def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind
     if kind == "array":
         root.create_array("mine", shape=(2,), dtype="float64")
     elif kind == "group":
-        root.create_group("mine")
+        root.create_group("mine", attributes={"mine": 1})
     elif kind == "folder":
-        (path / "mine").mkdir()
+        (path / "mine" / "mine").mkdir(parents=True)
+    elif kind == "file":
+        (path / "mine").write_text("")
     elif kind == "link":
         (path / "mine").symlink_to(tmp_path)
     else:
@@ -179,14 +181,19 @@ def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind
     assert contents(path) == before
 
 
+@pytest.mark.study
 def test_leftovers_of_a_killed_mark_are_replaced_with_the_recording(tmp_path: Path) -> None:
-    recording(path := tmp_path / "run.zarr")
-    # One variable is half made, and one is made without its chunk.
-    for number, on in enumerate(("fresh/zarr.json$", "gate/c/0/0/0$")):
-        store = create(path)
-        with steps(0, on), pytest.raises(Crash):
-            add(store, 1, **{"fresh": 1.0, f"name{number}": 2.0})
-        dies(store)
-    (path / "fresh" / ".zarr.json.partial").write_text("half a docu")
-    replace(path)
-    assert_holds(path, {0: 9}, {})
+    """The mark adds arrays, groups and their folders to a recording of scalars."""
+
+    def mark(path: Path, killed_at: int | None) -> list[str]:
+        store = EpochStore(path)
+        store.append(0, {"": Group({}, {})}, {"": {}}, {"top1": 0.5})
+        store.close()
+        return changes_until(killed_at, lambda: add(EpochStore(path), 1, fresh=1.0))
+
+    changes = mark(tmp_path / "whole.zarr", None)
+    assert len(changes) > 60
+    for number in range(0, len(changes), 3):
+        mark(path := tmp_path / f"{number}.zarr", number)
+        replace(path).close()
+        assert_holds(path, {0: 9}, {})
