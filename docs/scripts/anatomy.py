@@ -52,12 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/anatomy.png")
     options = parser.parse_args(arguments)
     model = pretrained(options.model, options.weights)
-    paths = sorted(path for path in options.photographs.rglob("*.*") if path.is_file())
-    # Evenly over the folder, so that every class has its share.
-    chosen = np.linspace(0, len(paths) - 1, min(options.images, len(paths)))
     store = options.out.with_suffix(".zarr") if options.keep else None
-    tree = record(model, [paths[number] for number in chosen.astype(int)], store)
+    tree = record(model, evenly(options.photographs, options.images), store)
     draw(tree, options.run).savefig(options.out, dpi=130)
+
+
+def evenly(folder: Path, count: int) -> list[Path]:
+    """Return photographs evenly over a folder, so that every class has its share."""
+    paths = sorted(path for path in folder.rglob("*.*") if path.is_file())
+    chosen = np.linspace(0, len(paths) - 1, min(count, len(paths)))
+    return [paths[number] for number in chosen.astype(int)]
 
 
 def pretrained(name: str, weights: Path | None) -> nn.Module:

@@ -135,7 +135,8 @@ class StaticMapGPSA(GPSA):
         gate = attention.gate[:, None, None].to(content.dtype)
         values = self.values(x)
         positional = torch.einsum("hyj,hxi->hyxji", rows, cols).flatten(3).flatten(1, 2)
-        mixed = torch.lerp(content, positional, gate)[0].to(values.dtype)
+        # CUDA autocast gives the content in float32 and products in half precision.
+        mixed = torch.lerp(content, positional.to(content.dtype), gate)[0].to(values.dtype)
         return self.combine(torch.einsum("hqk,bkc->bhqc", mixed, values[:, 0]), attention)
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:

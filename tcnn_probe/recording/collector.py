@@ -166,7 +166,7 @@ class Collector(AttentionListener):
                 self.expect(*key)
         sums = {}
         for key, layer in self.layers.items():
-            total = EpochSums.together(part[key] for part in parts if key in part)
+            total = EpochSums.together([part.get(key) for part in parts])
             for name, reason in total.reasons(layer.probe.variables).items():
                 self.note_missing(layer.name, [name], reason)
             sums[key] = total

@@ -60,8 +60,14 @@ class EpochSums:
     state: dict[str, np.ndarray] = field(default_factory=dict)
     maps: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, other: "EpochSums") -> None:
-        """Add sums of other images, such as those of another rank."""
+    def add(self, other: "EpochSums", first: int | None = None, step: int = 1) -> None:
+        """Add sums of other images, such as those of another rank.
+
+        Args:
+            other: Sums, which are not changed.
+            first, step: Numbers of the other images are ``first``, ``first + step``, ...; by
+                default they follow the images of these sums.
+        """
         self.images += other.images
         self.nonfinite += other.nonfinite
         # All ranks have the same parameters, or have gathered them.
@@ -74,17 +80,21 @@ class EpochSums:
         for name, terms in other.squares.items():
             self.squares[name] = self.squares.get(name, Terms(0, 0)).plus(terms)
         for name, pattern in other.patterns.items():
-            if name not in self.patterns:
-                self.patterns[name] = pattern and pattern.copy()
-            elif total := self.patterns[name]:
-                self.patterns[name] = pattern and total.plus(pattern)
+            total = self.patterns.get(name)
+            if pattern is None or (name in self.patterns and total is None):
+                self.patterns[name] = None
+                continue
+            before = total.batch if total else 0
+            pattern = pattern.numbered(before if first is None else first, step)
+            self.patterns[name] = total.plus(pattern) if total else pattern.copy()
 
     @classmethod
-    def together(cls, parts: Iterable["EpochSums"]) -> "EpochSums":
-        """Add up the sums of several ranks."""
+    def together(cls, parts: Sequence["EpochSums | None"]) -> "EpochSums":
+        """Add up the sums of all ranks, to which a sampler has dealt out the images in turn."""
         total = cls()
-        for part in parts:
-            total.add(part)
+        for rank, part in enumerate(parts):
+            if part is not None:
+                total.add(part, rank, len(parts))
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
