@@ -89,12 +89,19 @@ class EpochSums:
             self.patterns[name] = total.plus(pattern) if total else pattern.copy()
 
     @classmethod
-    def together(cls, parts: Sequence["EpochSums | None"]) -> "EpochSums":
+    def together(cls, parts: Iterable["EpochSums"]) -> "EpochSums":
+        """Add up the sums of images that follow each other."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence["EpochSums"]) -> "EpochSums":
         """Add up the sums of all ranks, to which a sampler has dealt out the images in turn."""
         total = cls()
-        for rank, part in enumerate(parts):
-            if part is not None:
-                total.add(part, rank, len(parts))
+        for rank, part in enumerate(ranks):
+            total.add(part, rank, len(ranks))
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:
