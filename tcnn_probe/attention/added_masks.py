@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_probe.attention.place_rules import Call
-from tcnn_probe.attention.visibility import HIDDEN_BY_MASK
+from tcnn_probe.attention.visibility import HIDDEN, HIDDEN_BY_MASK
 
 __all__ = ["AddedMasks"]
 
@@ -41,7 +41,7 @@ class AddedMasks:
             masks = [self._hidden[x] for x in call.inputs if x in self._hidden]
             if name in _ADDITIONS and len(call.inputs) == 2:
                 masks += [_keys_hidden_by(x, output) for x in call.inputs]
-            if name in _FILLS and call.argument(2, "value") <= HIDDEN_BY_MASK:
+            if name in _FILLS and HIDDEN < call.argument(2, "value") <= HIDDEN_BY_MASK:
                 masks.append(call.argument(1, "mask"))
             self._hidden.pop(output, None)  # of an in-place function
             for mask in masks if name in _KEEPING else ():
@@ -53,12 +53,12 @@ class AddedMasks:
 
 def _keys_hidden_by(summand: Tensor, total: Tensor) -> Tensor | None:
     """Return where a summand hides keys; None if it is no mask, all of whose numbers are 0 or far
-    below.
+    below, or one that is seen in the logits.
     """
     if summand.ndim < 2 or not summand.is_floating_point() or summand.requires_grad:
         return None
     hidden = summand <= HIDDEN_BY_MASK
-    if not bool((hidden | (summand == 0)).all()):
+    if not bool((hidden | (summand == 0)).all()) or bool((summand <= HIDDEN).any()):
         return None
     # A mask of zeros hides keys in other forwards, but so does no branch that is zero at first.
     is_branch = summand.shape == total.shape and not bool(hidden.any())

@@ -39,6 +39,7 @@ from tcnn_probe.attention.reconstruction import (
     tokens_if_channels,
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
+from tcnn_probe.attention.token_order import PlaceTracker
 from tcnn_probe.hooks.calls import Call, Calls, innermost_call
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall
@@ -50,7 +51,8 @@ from tcnn_probe.hooks.interception import (
     TorchCall,
     owned,
 )
-from tcnn_probe.hooks.modes import is_nested, run_in_modes
+from tcnn_probe.hooks.modes import is_nested, run_in_modes, run_unseen
+from tcnn_probe.images import input_tensors
 
 __all__ = [
     "HeadEditor",
@@ -101,6 +103,9 @@ class LayerCall(Call):
             none.
         tracker: Products of the call, which show what edited softmaxes, by number, are multiplied
             with.
+        sizes: Sizes of the inputs, without that of the batch.
+        places: Tracker of the places of the layer's tokens, in its first call with such inputs.
+        channels: Sizes of attentions and of inputs with which it has seen channels, not tokens.
     """
 
     listeners: Sequence[tuple[int, AttentionListener]] = ()
@@ -109,6 +114,9 @@ class LayerCall(Call):
     answered: set[AttentionListener] = field(default_factory=set)
     objection: str = ""
     tracker: ValueProductTracker[int] = field(default_factory=ValueProductTracker)
+    sizes: tuple[torch.Size, ...] = ()
+    places: PlaceTracker | None = None
+    channels: set[Any] = field(default_factory=set)
 
     def ask(self, attention: Attention) -> list[Answer]:
         """Return the edits of an attention."""
@@ -173,13 +181,18 @@ class LayerCall(Call):
     def _edits(self, call: TorchCall) -> Sequence[Answer]:
         module = self.module
         leading, queries = call.heads.shape[:-2], call.heads.shape[-2]
-        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and
-        # nothing is edited.
         heads = heads_axis(leading, module, call.heads_axis)[1]
-        if queries == call.keys and is_between_channels(call.keys, heads, self.inputs):
-            return ()
         rows = as_rows(call.heads, module, call.heads_axis)
         shape = (len(rows), heads, queries, call.keys)
+        kind = shape[1:], self.sizes
+        if self.places is not None and self.places.are_channels:
+            self.channels.add(kind)
+        columns = rows.shape[-1] if call.is_fused else None
+        around = [ModuleCall(module, self.inputs)]
+        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and
+        # nothing is edited.
+        if kind in self.channels or is_between_channels(shape, columns, around):
+            return ()
 
         def described() -> SeenAttention:
             seen = call.describe()
@@ -224,6 +237,8 @@ class HeadEditor(Calls[LayerCall]):
         super().__init__(module, LayerCall)
         self._listeners: tuple[tuple[int, AttentionListener], ...] = ()
         self.has_edited = False
+        self._tracked: set[Any] = set()
+        self._channels: set[Any] = set()
 
     @classmethod
     def add(cls, module: nn.Module, listener: AttentionListener, order: int | None = None) -> None:
@@ -295,8 +310,24 @@ class HeadEditor(Calls[LayerCall]):
         is_gated = isinstance(self.module, GATED_LAYERS)
         # Attention in nested tensors cannot be edited, and torch's fast path for it needs that
         # there is no mode.
-        if not any(map(is_nested, call.args)):
-            call.scope.open(self.module, None if is_gated else call, gates)
+        if any(map(is_nested, call.args)):
+            return
+        if is_gated:
+            call.scope.open(self.module, None, gates)
+            return
+        run_unseen(self._track, call)
+        call.scope.open(self.module, call, [] if call.places is None else [call.places])
+
+    def _track(self, call: LayerCall) -> None:
+        """Let the first call with inputs of some sizes show
+        whether its attention is between channels, as it does to recorders.
+        """
+        tokens = input_tensors(call.inputs)
+        call.sizes = tuple(x.shape[1:] for x in tokens)
+        call.channels = self._channels
+        if call.sizes not in self._tracked:
+            patches = next((x.shape[1] for x in tokens if x.ndim == 3), None)
+            call.places = PlaceTracker(tokens, patches=patches)
 
     def gate_editors(self) -> "list[_GateEditor]":
         """Return the mode that changes gates, if the present listeners change any."""
@@ -309,6 +340,8 @@ class HeadEditor(Calls[LayerCall]):
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, which may add terms to the output."""
+        if call.places is not None:
+            self._tracked.add(call.sizes)
         if call.tracker.waiting:
             call.objection = call.objection or "a softmax that is not multiplied with values"
         for _, listener in call.listeners:

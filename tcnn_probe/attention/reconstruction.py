@@ -6,10 +6,10 @@ own. Only a later matrix product shows whether a softmax is multiplied with valu
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ def softmax_attention_of(
     Raises:
         NoTokenAttentionError: The call is not attention between tokens.
     """
-    module, inputs = running[-1]
+    module = running[-1].module
     if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     # The projections belong to this module, or to one around it.
@@ -104,14 +104,10 @@ def softmax_attention_of(
             "not split"
         )
     logits = logits_of(seen, module)
-    rows, heads, queries, keys = logits.shape
-    # A pool is recognised by its class, because it can have as many classes as patches.
-    if queries == keys and not is_in_pool(running) and is_between_channels(keys, heads, inputs):
+    rows, _, queries, keys = logits.shape
+    columns = None if seen.value is None else seen.value.shape[-1]
+    if is_between_channels(logits.shape, columns, running):
         raise NoTokenAttentionError(BETWEEN_CHANNELS)
-    if seen.value is not None:
-        columns = seen.value.shape[-1]
-        if columns in tokens_if_channels(logits.shape, running):
-            raise NoTokenAttentionError(BETWEEN_CHANNELS)
     # If the rows are not a multiple of the images, for example because a model selects some, each
     # row is an image. So is each row of texts, of which there can be more than images.
     if not images or rows % images:
@@ -284,15 +280,27 @@ def _broadcast(seen: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
+def is_between_channels(
+    shape: tuple[int, int, int, int], columns: int | None, running: Running
+) -> bool:
     """Return whether, by the shapes of the layer's inputs,
     the keys can only be the channels of each head.
+
+    Args:
+        shape: Sizes (rows, heads, N_query, N_key).
+        columns: Number of columns of the values; None if they are unknown yet.
+        running: Running modules and their inputs.
     """
+    (_, heads, queries, keys), (_, inputs) = shape, running[-1]
     # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of each head
     # has the size C / heads.
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
-    return keys * heads in channels and keys not in token_counts(inputs)
+    is_matrix = queries == keys and keys * heads in channels and keys not in token_counts(inputs)
+    # A pool is recognised by its class, because it can have as many classes as patches.
+    if is_matrix and not is_in_pool(running):
+        return True
+    return columns is not None and columns in tokens_if_channels(shape, running)
 
 
 def tokens_if_channels(shape: tuple[int, int, int, int], running: Running) -> frozenset[int]:

@@ -239,6 +239,39 @@ def test_edits_apply_to_the_attention_of_the_named_layer_itself() -> None:
             model(x)
 
 
+class CrossCovariance(nn.Module):
+    """Attention between the 7 channels of each of 5 heads, as vit-pytorch writes it."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.is_fused = is_fused
+        self.to_qkv = nn.Linear(24, 3 * 5 * 7)
+        self.to_out = nn.Linear(5 * 7, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.to_qkv(x).flatten(1, -2).unflatten(-1, (3, 5, 7)).permute(2, 0, 3, 4, 1)
+        if self.is_fused:
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            out = (q @ k.mT).softmax(-1) @ v
+        return x + self.to_out(out.flatten(1, 2).mT).view(x.shape)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("size", [(7,), (1, 7), (5,), (3, 11)])
+def test_channels_are_no_tokens_however_many_there_are(
+    size: tuple[int, ...], is_fused: bool
+) -> None:
+    layer, x = CrossCovariance(is_fused=is_fused).eval(), torch.randn(2, *size, 24)
+    model = nn.Sequential(layer)
+    ablation = tcnn_probe.ablate(model, "0")
+    # The second call is not tracked.
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no attention between tokens"):
+            model(x)
+    ablation.remove()
+
+
 def test_layers_that_cannot_be_ablated_are_refused() -> None:
     for heads in ("blocks.0.attn", "blocks.*", None):
         with pytest.raises(ValueError, match="mode='positional' needs gates"):
