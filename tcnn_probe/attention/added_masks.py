@@ -14,10 +14,11 @@ from tcnn_probe.attention.visibility import HIDDEN, HIDDEN_BY_MASK
 __all__ = ["AddedMasks"]
 
 _ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
+_SUBTRACTIONS = {"sub", "sub_", "__sub__", "__isub__"}
 _FILLS = {"masked_fill", "masked_fill_"}
 # Between the mask and the softmax, logits are scaled, cast and reshaped.
 _KEEPING = {
-    *_ADDITIONS, *_FILLS,
+    *_ADDITIONS, *_SUBTRACTIONS, *_FILLS,
     *("mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "div_", "__truediv__"),
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "clone"),
@@ -41,6 +42,8 @@ class AddedMasks:
             masks = [self._hidden[x] for x in call.inputs if x in self._hidden]
             if name in _ADDITIONS and len(call.inputs) == 2:
                 masks += [_keys_hidden_by(x, output) for x in call.inputs]
+            if name in _SUBTRACTIONS and len(call.inputs) == 2:
+                masks.append(_keys_hidden_by(-call.inputs[1], output))
             if name in _FILLS and HIDDEN < call.argument(2, "value") <= HIDDEN_BY_MASK:
                 masks.append(call.argument(1, "mask"))
             self._hidden.pop(output, None)  # of an in-place function

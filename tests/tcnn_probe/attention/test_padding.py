@@ -183,6 +183,13 @@ def adding(number: float) -> Callable[..., Tensor]:
     return attend
 
 
+def subtracting(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    logits = q @ k.mT
+    if visible is not None:
+        logits -= 300 * (~visible).to(q.dtype)
+    return torch.softmax(logits / q.shape[-1] ** 0.5, -1) @ v
+
+
 def fused_adding(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     mask = None if visible is None else torch.zeros_like(visible, dtype=q.dtype)
     if mask is not None and visible is not None:
@@ -211,6 +218,7 @@ MASKS = {
     "-100": adding(-100),
     "-1e4": adding(-1e4),
     "smallest": adding(torch.finfo(torch.float64).min),
+    "subtracted": subtracting,
     "fused": fused_adding,
     "filled": filling,
 }
