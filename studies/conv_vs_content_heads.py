@@ -389,7 +389,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     small = "1 seed, 2 modes, 2 corruptions, few images, heads peaked from the start, 20 seconds"
     groups = {
         # The rate of queries and keys is five times that of the other weights.
-        **training_options(small, qk_lr=5e-3),
+        **training_options(small, epochs=(6, 3), qk_lr=5e-3),
         "interventions": interventions,
     }
     args = parse_options(__doc__, "conv_vs_content_heads", arguments, groups, need_model)
