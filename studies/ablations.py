@@ -86,8 +86,11 @@ def measure_seed(seed: int, epochs: int) -> xr.Dataset:
         for name, build in variants.items():
             # Variants of a table begin with the same weights, as far as they have the same layers.
             torch.manual_seed(seed)
-            models[name] = build(models)
-            fit(models[name], epochs, seed)
+            model = build(models)
+            # Two tables have a variant in common, which is trained once.
+            if model not in models.values():
+                fit(model, epochs, seed)
+            models[name] = model
     values = [accuracy(decisions(model)) for model in models.values()]
     names = np.array(list(models), object)
     return xr.Dataset({"top1": (("seed", "variant"), [values])}, {"variant": names, "seed": [seed]})
@@ -291,11 +294,12 @@ def convolution(groups: int, *, pointwise: bool = False) -> nn.Module:
     )
 
 
-SCALED, MATRIX, SEPARATE = "from 0.1", "a matrix", "nothing"
+SCALED, UNSCALED = "from 0.1", "no LayerScale"
+MATRIX, SEPARATE = "a matrix", "nothing"
 TABLES: dict[str, dict[str, Callable[[Models], nn.Module]]] = {
     "LayerScale": {
         SCALED: scaled_vit,
-        "no LayerScale": partial(scaled_vit, epsilon=None),
+        UNSCALED: partial(scaled_vit, epsilon=None),
         "from 0": partial(scaled_vit, init=Tensor.zero_),
         "drawn from 0 to 0.2": partial(
             scaled_vit, init=lambda gamma: gamma.uniform_(0, 2 * EPSILON)
@@ -307,7 +311,7 @@ TABLES: dict[str, dict[str, Callable[[Models], nn.Module]]] = {
         "before the first block": partial(late_token, entry=0),
         "before the third": partial(late_token, entry=2),
         "before the last": partial(late_token, entry=3),
-        "mean of patches": partial(scaled_vit, epsilon=None),
+        "mean of patches": lambda models: models[UNSCALED],
         "class attention": partial(late_token, entry=3, class_attention=True),
     },
     "ResMLP": {
