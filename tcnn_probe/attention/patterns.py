@@ -125,28 +125,14 @@ class Pattern:
         if self.size != pattern.size or shapes != added_shapes:
             return None
         for total, values in zip(totals, added, strict=True):
-            total += values
+            # Images alternate between the halves, also across batches.
+            swaps = self.batch % 2 and len(values) == 2
+            total += values[[1, 0]] if swaps else values
         return replace(
             self,
             batch=self.batch + pattern.batch,
             visible=self.visible + pattern.visible,
         )
-
-    def numbered(self, first: int, step: int = 1) -> "Pattern":
-        """Return the sums in the halves of a larger set of images, in which these ones have the
-        numbers ``first``, ``first + step``, ....
-        """
-        if len(self.attention) == 1 or (step % 2 and first % 2 == 0):
-            return self
-
-        def moved(sums: Any) -> Any:
-            if step % 2:
-                return sums[[1, 0]]
-            in_half = sums * 0
-            in_half[first % 2] = sums.sum(0)
-            return in_half
-
-        return replace(self, attention=moved(self.attention), rows=moved(self.rows))
 
     def arrays(self) -> "Pattern":
         """Return the sums as arrays on the CPU."""

@@ -25,7 +25,6 @@ from tcnn_probe.heads.former_types import (
     former_types,
     types_by_mixture,
 )
-from tcnn_probe.heads.static_pattern import largest_information
 from tcnn_probe.heads.types import (
     AVERAGING,
     CONCENTRATED,
@@ -296,17 +295,18 @@ def _about_images(ds: xr.Dataset, rule: Rule) -> dict[str, str]:
         return {}
     smallest, largest = int(ds.images.min()), int(ds.images.max())
     about = {"images": f"{smallest} to {largest}" if smallest < largest else f"{largest}"}
-    bound = ds.images.copy(data=largest_information(ds.images.values))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bound = ds.images / (ds.images - 1) * np.log(ds.images)
     content = ds.key_content_information + ds.query_key_content_information
-    # In simulations of random attention, an estimate of half of the bound is up to a ninth too low.
+    # In simulations (docs/heads.md), an estimate of half of the bound is a sixth too low.
     binds = (content >= bound / 2) & (bound < ds.uniform_entropy)
     layers = binds.any([dim for dim in binds.dims if dim != "layer"])
     if layers.any():
         about["bound"] = json.dumps(
             {
-                str(layer): "content of some heads is at least half of "
-                f"{float(bound.sel(layer=layer).min()):.3g} nat, the largest that so few "
-                "images can show, and so too low"
+                str(layer): "content of some heads is at least half of n / (n - 1) log n = "
+                f"{float(bound.sel(layer=layer).min()):.3g} nat, the largest from n "
+                "images, and so too low"
                 for layer in ds.layer.values[layers]
             }
         )

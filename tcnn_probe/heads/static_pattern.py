@@ -9,13 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = [
-    "extrapolated",
-    "information",
-    "largest_information",
-    "offsets_of_pairs",
-    "translation_equivariance",
-]
+__all__ = ["information", "offsets_of_pairs", "translation_equivariance"]
 
 
 def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray) -> np.ndarray:
@@ -30,7 +24,7 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray)
     images is more even: to second order in the differences between images, it is too low by 1/2n
     sum_j Var_b(A_b(i, j)) / A(i, j), while the true value is 1/2 of that sum, so the factor removes
     this bias. If attention depends strongly on the image, the estimate is still too low: from n
-    images it is at most n / (n - 1) log min(n, keys). :func:`extrapolated` comes nearer.
+    images it is at most n / (n - 1) log min(n, keys).
 
     Args:
         mean: Mean over images of A, shape (heads, queries, keys). Keys that receive the same
@@ -52,50 +46,6 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray)
     unbiased = divergence * images / np.where(compared, images - 1, 1)
     queries = np.where(compared.any(1), compared.sum(1), np.nan)
     return np.where(compared, unbiased, 0).sum(1) / queries
-
-
-def extrapolated(
-    whole: np.ndarray,
-    halves: np.ndarray,
-    images: np.ndarray,
-    images_of_halves: np.ndarray,
-) -> np.ndarray:
-    """Estimate content information for ever more images, from n images and from the halves of them.
-
-    Without its factor, the information from n images is taken for a quadratic polynomial in 1 / n,
-    which is 0 for one image, as a single one cannot differ from others: the quadratic extrapolation
-    of Strong et al. 1998 (Physical Review Letters 80, 197). With the factor of :func:`information`,
-    the estimate is then too low by a constant over n, twice as much in the halves, and so its
-    difference from their mean is added to it. The function is linear in the information, so it
-    applies to parts of it as well.
-
-    Args:
-        whole: Information from all images, with its factor, shape (heads,).
-        halves: The same from each half of the images, shape (2, heads); NaN for a single image.
-        images: Number n of images, shape (heads,).
-        images_of_halves: Number of images in each half, shape (2, heads).
-
-    Returns:
-        Information, shape (heads,): the estimate from all images where a half has fewer than two.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = (1 / images_of_halves).mean(0)
-        added = (whole - halves.mean(0)) / images / (share - 1 / images)
-    return whole + np.where(np.isfinite(added), added, 0)
-
-
-def largest_information(images: ArrayLike) -> np.ndarray:
-    """Return the content information that :func:`extrapolated` gives if each of n images has all
-    its attention on keys of its own, the largest that n images can show; NaN for a single one.
-    """
-    images = np.asarray(images, dtype=float)
-
-    def bound(count: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(count > 1, count / (count - 1) * np.log(count), np.nan)
-
-    halves = np.stack([np.ceil(images / 2), np.floor(images / 2)])
-    return extrapolated(bound(images), bound(halves), images, halves)
 
 
 def translation_equivariance(mean: ArrayLike, queries: ArrayLike, keys: ArrayLike) -> np.ndarray:

@@ -17,7 +17,6 @@ from tcnn_probe.heads.anatomy import (
     parts_of_selectivity,
 )
 from tcnn_probe.heads.static_pattern import (
-    extrapolated,
     information,
     offsets_of_pairs,
     translation_equivariance,
@@ -68,8 +67,7 @@ _PARTS = {
     "position_information": (
         "position information",
         "KL(M || T), what the mean over images M of A adds to the convolution T that is nearest to "
-        "it: dependence on the position in the image. Corrected for the number of images, as "
-        "content_information is. Part of "
+        "it: dependence on the position in the image. Corrected for the number of images. Part of "
         f"selectivity. {_GRID}",
     ),
     "prefix_information": (
@@ -92,25 +90,21 @@ _PARTS = {
     ),
 }
 
-_CONTENT = ("key_content_information", "query_key_content_information")
 
-
-def content_information(attention: str, *, extrapolated: str = "") -> Variable:
+def content_information(attention: str) -> Variable:
     """Describe the variable that measures how strongly a head's attention depends on the image.
 
     Args:
         attention: Phrase that names the attention and begins with "of".
-        extrapolated: Phrase that says how the number is extrapolated to ever more images.
     """
     return Variable(
         _HEAD,
         "nat",
         f"content information {attention}",
         "Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), "
-        f"{attention}, times n / (n - 1) for n images{extrapolated}: the mutual information of "
-        "image and key. It is 0 if the attention does not depend on the image, and at most the log "
-        "of the number of keys; if it depends strongly on the image, the estimate from few images "
-        "is too low. "
+        f"{attention}, times n / (n - 1) for n images: the mutual information of image and key. It "
+        "is 0 if the attention does not depend on the image, and at most the log of the number of "
+        "keys; if it depends strongly on the image, the estimate from few images is too low. "
         f"{_QUERIES}. {_SEVERAL}",
     )
 
@@ -135,11 +129,7 @@ def _halves_of(part: str) -> str:
 
 
 ANATOMY: dict[str, Variable] = {
-    "content_information": content_information(
-        "of attention",
-        extrapolated=", and from four images on 2 I_n - I_(n / 2), where I_(n / 2) is the mean of "
-        "those of every second image",
-    ),
+    "content_information": content_information("of attention"),
     "translation_equivariance": Variable(
         _HEAD,
         "1",
@@ -173,23 +163,9 @@ def finish_information(name: str, pattern: Pattern) -> Statistics:
     sums = pattern.sums()
     if not (sums.images > 1).any():
         return {name: _ONE_IMAGE}
-    if len(pattern.attention) == 1:
-        return {name: _information(sums)}
-    halves = [pattern.sums(half) for half in range(2)]
-    return {
-        name: extrapolated(
-            _information(sums),
-            np.stack([_information(half) for half in halves]),
-            sums.images.max(1),
-            np.stack([half.images.max(1) for half in halves]),
-        )
-    }
-
-
-def _information(sums: Sums) -> np.ndarray:
     images = np.maximum(sums.images, 1)  # sums over no image are 0
     mean, entropy = sums.attention / images[..., None], sums.entropy / images
-    return information(mean, entropy, sums.images)
+    return {name: information(mean, entropy, sums.images)}
 
 
 def finish_class_queries(name: str, pattern: Pattern) -> Statistics:
@@ -204,20 +180,12 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
     means = _Means.of(pattern)
     if isinstance(means, str):
-        names = ["selectivity", *_PARTS, *map(_halves_of, _PARTS)]
-        return statistics | dict.fromkeys(names, means)
+        parts = ("selectivity", *_PARTS)
+        return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
     convolution = means.convolution()
+    statistics |= means.parts(convolution)
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
     even, odd = (half.parts(half.convolution(convolution)) for half in halves)
-    parts = means.parts(convolution)
-    images_of_halves = np.stack([half.images for half in halves])
-    for part in _CONTENT:
-        of_halves = np.stack([even[part], odd[part]])
-        content = extrapolated(parts[part], of_halves, means.images, images_of_halves)
-        if "position_information" in parts:  # the sum stays
-            parts["position_information"] += parts[part] - content
-        parts[part] = content
-    statistics |= parts
     for part in _PARTS.keys() & even.keys():
         statistics[_halves_of(part)] = even[part] - odd[part]
     for part in _PARTS.keys() - statistics.keys():

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -160,21 +159,14 @@ class Collector(AttentionListener):
             layer_sums.state = self._layers[key].read_state()
         return sums
 
-    def add_up(self, ranks: Sequence[Sequence[Mapping[Key, EpochSums]]]) -> dict[Key, EpochSums]:
-        """Return the sums of all layers of all ranks, and note what these lack.
-
-        Args:
-            ranks: Sums of images that follow each other, by rank.
-        """
-        for part in chain.from_iterable(ranks):
+    def add_up(self, parts: Sequence[Mapping[Key, EpochSums]]) -> dict[Key, EpochSums]:
+        """Return the sums of all layers of all ranks, and note what these lack."""
+        for part in parts:
             for key in part:
                 self.expect(*key)
         sums = {}
         for key, layer in self.layers.items():
-            of_ranks = [
-                EpochSums.together(part[key] for part in parts if key in part) for parts in ranks
-            ]
-            total = EpochSums.of_ranks(of_ranks)
+            total = EpochSums.together(part[key] for part in parts if key in part)
             for name, reason in total.reasons(layer.probe.variables).items():
                 self.note_missing(layer.name, [name], reason)
             sums[key] = total

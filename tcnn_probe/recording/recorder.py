@@ -270,7 +270,7 @@ class Recorder:
                 repeats = ranks.together and repeats_images(self._model)
             gathered = ranks.gather([] if repeats else parts)
             with ranks.agreed():
-                sums = collector.add_up([parts for parts in gathered if parts])
+                sums = collector.add_up([part for parts in gathered for part in parts])
                 if ranks.writes and if_marked == "skip" and number in self.epochs:
                     _LOG.info("%s %s is marked already: skipped", self._along, number)
                 elif ranks.writes:

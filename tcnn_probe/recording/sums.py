@@ -60,14 +60,8 @@ class EpochSums:
     state: dict[str, np.ndarray] = field(default_factory=dict)
     maps: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, other: "EpochSums", first: int | None = None, step: int = 1) -> None:
-        """Add sums of other images, such as those of another rank.
-
-        Args:
-            other: Sums, which are not changed.
-            first, step: Numbers of the other images are ``first``, ``first + step``, ...; by
-                default they follow the images of these sums.
-        """
+    def add(self, other: "EpochSums") -> None:
+        """Add sums of other images, such as those of another rank."""
         self.images += other.images
         self.nonfinite += other.nonfinite
         # All ranks have the same parameters, or have gathered them.
@@ -80,28 +74,17 @@ class EpochSums:
         for name, terms in other.squares.items():
             self.squares[name] = self.squares.get(name, Terms(0, 0)).plus(terms)
         for name, pattern in other.patterns.items():
-            total = self.patterns.get(name)
-            if pattern is None or (name in self.patterns and total is None):
-                self.patterns[name] = None
-                continue
-            before = total.batch if total else 0
-            pattern = pattern.numbered(before if first is None else first, step)
-            self.patterns[name] = total.plus(pattern) if total else pattern.copy()
+            if name not in self.patterns:
+                self.patterns[name] = pattern and pattern.copy()
+            elif total := self.patterns[name]:
+                self.patterns[name] = pattern and total.plus(pattern)
 
     @classmethod
     def together(cls, parts: Iterable["EpochSums"]) -> "EpochSums":
-        """Add up the sums of images that follow each other."""
+        """Add up the sums of several ranks."""
         total = cls()
         for part in parts:
             total.add(part)
-        return total
-
-    @classmethod
-    def of_ranks(cls, ranks: Sequence["EpochSums"]) -> "EpochSums":
-        """Add up the sums of all ranks, to which a sampler has dealt out the images in turn."""
-        total = cls()
-        for rank, part in enumerate(ranks):
-            total.add(part, rank, len(ranks))
         return total
 
     def finish(self, variables: Mapping[str, Variable]) -> dict[str, np.ndarray]:

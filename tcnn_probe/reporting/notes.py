@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tcnn_probe.heads.static_pattern import largest_information
 from tcnn_probe.reporting.maps import Choice
 from tcnn_probe.reporting.recordings import TYPE, Axes, Run
 from tcnn_probe.reporting.variables import label, unit
@@ -78,8 +77,11 @@ def types_rest_on(run: Run) -> str:
     count = int(attrs["images"].split()[0])
     text = f"Types rest on {attrs['images']} photographs."
     if count > 1:
-        bound = float(largest_information(count))
-        text += f" {count} can show no more content (the sum of its two parts) than {bound:.2f} nat"
+        bound = count / (count - 1) * np.log(count)
+        text += (
+            f" From {count}, content (the sum of its two parts) is at most n / (n - 1) log n = "
+            f"{bound:.2f} nat"
+        )
         layers = [*json.loads(attrs.get("bound", "{}"))]
         text += f", and too low in {', '.join(layers)}." if layers else "."
     return text

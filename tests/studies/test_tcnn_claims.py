@@ -108,8 +108,7 @@ def test_information_by_position_and_by_content() -> None:
 @torch.no_grad()
 def test_information_by_content_is_what_the_recorder_keeps() -> None:
     model = nn.Sequential(layer().float())
-    # From four images on, the recorder extrapolates to ever more.
-    images = torch.randn(3, CHANNELS, HEIGHT, WIDTH)
+    images = torch.randn(6, CHANNELS, HEIGHT, WIDTH)
     measured = tcnn_claims.measured(model, images)
     with tcnn_probe.record(model.eval()) as recorder:
         model(images)

@@ -267,26 +267,6 @@ def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.nd
     return np.mean(by_query, axis=0)
 
 
-def content_information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Return the content information of ever more images; see :func:`information`."""
-    counted = no_mask(weights).queries if counted is None else counted
-    whole = information(weights, counted)
-    if len(weights) < 4:
-        return whole
-    # The first, third, ... image are the even ones.
-    halves = [information(weights[half::2], counted[half::2]) for half in (0, 1)]
-    return ever_more(len(weights), whole, *halves)
-
-
-def ever_more(count: int, whole: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
-    """Return the intercept of the line in 1 / images through an estimate from all images and the
-    mean of estimates from every second one.
-    """
-    of_halves = np.mean([1 / -(-count // 2), 1 / (count // 2)])
-    numbers = np.array([[1, 1 / count], [1, of_halves]])
-    return np.linalg.solve(numbers, np.stack([whole, (even + odd) / 2]))[0]
-
-
 def distances(weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]) -> np.ndarray:
     """Return the mean distance of each query on the grid, (..., N_query, N_key) -> (..., queries).
 
@@ -356,7 +336,7 @@ class Layout:
         }
         patches = self.patch_queries(weights.shape[-2])
         if len(weights) > 1 and any(patches):  # not recorded for a single image
-            values["content_information"] = content_information(
+            values["content_information"] = information(
                 weights[..., patches, :], mask.queries[..., patches]
             )
         values |= health(weights, patches, mask)

@@ -48,11 +48,6 @@ def images_of_rank(x: Tensor, rank: int) -> Tensor:
     return x.split(COUNTS)[rank]
 
 
-def dealt_out(x: Tensor, rank: int) -> Tensor:
-    """Return every second image, as a sampler does, so that halves are those of one process."""
-    return x[rank::2]
-
-
 def raises(action: Any, what: str) -> None:
     """Assert that an action raises on this rank with the given words."""
     with pytest.raises(Exception, match=re.escape(what)):
@@ -129,13 +124,14 @@ def resume(rank: int, folder: Path) -> None:
         with tcnn_probe.record(model, folder / "run.zarr") as recorder:
             assert recorder.epochs == tuple(range(epoch)), recorder.epochs
             recorder.mark(epoch=0, if_marked="skip")
-            model(dealt_out(x, rank))
+            model(images_of_rank(x, rank))
             recorder.mark(epoch=epoch)
             if rank == 0:
                 check_entropies(recorder, torch.as_tensor(recorder.dataset.entropy.values[0]))
                 assert recorder.dataset.images.values.tolist() == [[5, 5]] * (epoch + 1)
                 parts = recorder.dataset[[*ANATOMY]]
                 assert bool(parts.offset_information.notnull().all())
+                # Images alternate between the halves across ranks as they do in one process.
                 xr.testing.assert_allclose(
                     parts.isel(epoch=0, drop=True),
                     parts.isel(epoch=epoch, drop=True),
@@ -160,7 +156,7 @@ def parameters(rank: int, folder: Path) -> None:
         model = wrapped(kind, Chain()).eval()
         with tcnn_probe.record(model) as recorder:
             with torch.no_grad():
-                model(dealt_out(x, rank))
+                model(images_of_rank(x, rank))
             recorder.mark(epoch=0)
             if rank == 0:
                 for name in expected.data_vars:

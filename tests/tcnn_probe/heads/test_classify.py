@@ -163,12 +163,12 @@ def test_few_images() -> None:
 
 
 def test_bound_on_content_is_said_where_it_binds() -> None:
-    # From 8 images, two halves of four, content is at most 2 * 8 / 7 log 8 - 4 / 3 log 4 = 2.905
-    # nat, half of which lies between the two layers.
-    content = [(0.1, 0.1, 0.73, 0.73)], [(0.1, 0.1, 0.73, 0.72)]
+    # From 8 images content is at most 8 / 7 log 8 = 2.376 nat, half of which lies between the two
+    # layers.
+    content = [(0.1, 0.1, 0.6, 0.6)], [(0.1, 0.1, 0.6, 0.58)]
     types = tcnn_probe.head_types(recording([content], images=8))
     assert json.loads(types.attrs["bound"]).keys() == {"a"}
-    assert "half of 2.9 nat" in types.attrs["bound"]
+    assert "n / (n - 1) log n = 2.38 nat" in types.attrs["bound"]
     many = tcnn_probe.head_types(recording([content], images=64))
     assert "bound" not in many.attrs
 

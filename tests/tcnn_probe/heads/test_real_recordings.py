@@ -40,9 +40,9 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         # New queries and keys have products near zero, so that attention is uniform.
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    # A low gate alone does not make a content head. Sharp queries and keys single out pixels of
-    # random images.
-    expected = [conv] * 2 + ["averaging"] * 2 + ["salient"] + [conv] * 4
+    # A low gate alone does not make a content head. Sharp queries and keys depend on content and on
+    # the padding.
+    expected = [conv] * 2 + ["averaging"] * 2 + ["mixed"] + [conv] * 4
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
     by_gate = [conv] * 2 + ["content"] * 3 + [conv] * 4

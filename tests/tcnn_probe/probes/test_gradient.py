@@ -333,7 +333,7 @@ def test_ranks_are_averaged() -> None:
     """Each process sees the gradient of its own images, before gradients are averaged."""
     # Sums of squares are 2 and 6, each over two passes: 8 / 4 = 2.
     ranks = [EpochSums(squares={"x": Terms(np.array([float(n)]), 2)}) for n in (2, 6)]
-    assert EpochSums.of_ranks(ranks).finish({}) == {"x": np.sqrt(2.0)}
+    assert EpochSums.together(ranks).finish({}) == {"x": np.sqrt(2.0)}
 
 
 @pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])

@@ -508,5 +508,5 @@ def test_largest_value_over_ranks() -> None:
 
     ranks = [rank(3, -2, -np.inf, -np.inf), EpochSums(), rank(1, 5, 7, -np.inf)]
     variables = tcnn_probe.PROBES["softmax"].variables
-    together = EpochSums.of_ranks(ranks).finish(variables)["max_logit"]
+    together = EpochSums.together(ranks).finish(variables)["max_logit"]
     np.testing.assert_array_equal(together, [3, 5, 7, np.nan])

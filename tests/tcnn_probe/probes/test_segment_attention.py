@@ -280,7 +280,7 @@ def test_sums_of_ranks_add_up() -> None:
             ]
         )
         ranks.append(running.read()["layer", SEGMENT_ATTENTION.kind])
-    together = EpochSums.of_ranks([*ranks, EpochSums()])
+    together = EpochSums.together([*ranks, EpochSums()])
     numbers = together.finish(SEGMENT_ATTENTION.variables)
     total = shares.double().sum(0)
     np.testing.assert_allclose(numbers["segment_attention"], total / total.sum(-1, keepdim=True))

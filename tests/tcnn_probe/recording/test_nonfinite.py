@@ -36,14 +36,14 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
     model = Branches().to(dtype)
     fine = images().to(dtype)
     with tcnn_probe.record(model) as recorder:
-        # The first two and the last of ten images are not finite, so that every second one of the
-        # others stays in its half.
-        model(near=fine, far=images(value, value).to(dtype))
-        model(near=fine, far=images(0.0, 0.0, 0.0, 0.0, value).to(dtype))
+        # Images 0 and 2 of the first five are not finite, and image 1 of the second five.
+        model(near=fine, far=images(value, 0.0, value).to(dtype))
+        model(near=fine, far=images(0.0, value, 0.0).to(dtype))
         with pytest.warns(RuntimeWarning, match=r"left out of the means.*\{'far': 3\}") as caught:
             recorder.mark(epoch=0, top1=0.5)
-        for rows in (slice(2, 5), slice(4)):
-            model(near=fine[rows], far=fine[rows])
+        clean = images(0.0, 0.0, 0.0).to(dtype)
+        for rows in ([1, 3, 4], [0, 2, 3, 4]):
+            model(near=fine[rows], far=clean[rows])
         recorder.mark(epoch=1)
     assert [warning.filename for warning in caught] == [__file__]
     ds = recorder.dataset
@@ -53,6 +53,8 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
     far = ds.sel(layer="far").drop_vars(["images", "nonfinite_images", "top1"])
     for name, values in far.data_vars.items():
         assert np.isfinite(values).all(), name
+        if name.endswith("_halves"):  # the half of an image depends on those before it
+            continue
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -67,7 +69,7 @@ def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
     ).eval()
     x = torch.randn(5, 3, 24, 40)
     broken = x.clone()
-    broken[4] = torch.nan
+    broken[1] = torch.nan
     for model in (vit, swin):
         for module in model.modules():
             if hasattr(module, "fused_attn"):
@@ -75,7 +77,7 @@ def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
         model = model.double()
         size = (12, 20) if model is vit else (24, 40)
         trees = {}
-        for name, batches in {"others": [x[:2], x[2:4]], "all": [broken[:2], broken[2:]]}.items():
+        for name, batches in {"others": [x[[0]], x[2:]], "all": [broken[:2], broken[2:]]}.items():
             probes = [*tcnn_probe.DEFAULT, "health", "segments", "mean-attention"]
             with (
                 warnings.catch_warnings(),
@@ -92,6 +94,8 @@ def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
             expected = trees["others"][group].dataset
             got = trees["all"][group].dataset
             for name in expected.data_vars.keys() - {"images", "nonfinite_images"}:
+                if name.endswith("_halves"):  # of other images, as one is left out
+                    continue
                 np.testing.assert_allclose(
                     got[name], expected[name], rtol=1e-9, atol=1e-12, err_msg=name
                 )

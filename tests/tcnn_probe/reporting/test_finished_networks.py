@@ -12,7 +12,6 @@ import pytest
 import xarray as xr
 
 import tcnn_probe
-from tcnn_probe.heads.static_pattern import largest_information
 from tests.tcnn_probe.reporting.browsing import (
     errors,
     needs_browser,
@@ -107,8 +106,8 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
     assert named(local) == [("blocks.0", 2), ("blocks.0", 0)]
     assert [head["why"] for head in local["heads"]] == ["0.8 patches", "1.2 patches"]
     assert {*named(nothing)} == {("blocks.1", 3), ("blocks.0", 2)}
-    bound = float(largest_information(IMAGES))
-    assert f"than {bound:.2f} nat" in described["rests_on"]
+    bound = IMAGES / (IMAGES - 1) * np.log(IMAGES)
+    assert f"= {bound:.2f} nat" in described["rests_on"]
     assert "c.jpg could not be read: it is no picture" in facts["missing"]
 
 
