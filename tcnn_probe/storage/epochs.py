@@ -305,10 +305,15 @@ def _is_left_over(place: Place, path: str) -> bool:
     members = {*place.names(path)} - _OWN_FILES
     if text is None:  # the folder of an array or a group, before it has metadata
         return not members and place.directory is not None and (place.directory / path).is_dir()
-    document = json.loads(text)
-    if document["node_type"] == "array":
-        return is_recorded(document)
-    attributes = document["attributes"]
+    try:
+        document = json.loads(text)
+        attributes = document["attributes"]
+        if document["node_type"] == "array":
+            # A user's array may be sharded as well, and new recordings have no shards.
+            ours = is_recorded(document) and document["codecs"][-1]["name"] == "crc32c"
+            return ours and "description" in attributes
+    except (ValueError, KeyError):  # damaged
+        return False
     return (LAYERS in attributes or not attributes) and all(
         _is_left_over(place, f"{path}/{name}") for name in members
     )

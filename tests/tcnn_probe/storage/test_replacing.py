@@ -156,7 +156,8 @@ def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 @pytest.mark.parametrize(
-    "kind", ["array", "group", "folder", "file", "link", "xarray's array", "xarray's group"]
+    "kind",
+    "array,shards,damaged,group,folder,file,link,xarray's array,xarray's group".split(","),
 )
 def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind: str) -> None:
     recording(path := tmp_path / "run.zarr")
@@ -164,6 +165,12 @@ def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind
     mine = xr.Dataset({"mine": ("mine_x", [1.0, 2.0])}, attrs=xr.open_zarr(path).attrs)
     if kind == "array":
         root.create_array("mine", shape=(2,), dtype="float64")
+    elif kind == "shards":
+        options = {"shape": (4, 8), "chunks": (1, 8), "shards": (4, 8), "dtype": "float32"}
+        root.create_array("mine", **options, dimension_names=["image", "x"])
+    elif kind == "damaged":
+        (path / "mine").mkdir()
+        (path / "mine" / "zarr.json").write_text("half a docu")
     elif kind == "group":
         root.create_group("mine", attributes={"mine": 1})
     elif kind == "folder":
