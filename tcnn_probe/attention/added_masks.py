@@ -16,7 +16,7 @@ __all__ = ["AddedMasks"]
 _ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
 _SUBTRACTIONS = {"sub", "sub_", "__sub__", "__isub__"}
 _FILLS = {"masked_fill", "masked_fill_"}
-# Between the mask and the softmax, logits are scaled, cast and reshaped.
+# Between the mask and the softmax, logits are scaled, as by 1 / sqrt(d), cast and reshaped.
 _KEEPING = {
     *_ADDITIONS, *_SUBTRACTIONS, *_FILLS,
     *("mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "div_", "__truediv__"),
@@ -40,14 +40,15 @@ class AddedMasks:
         """Note where the output of a function has hidden keys."""
         for output in call.outputs[:1]:
             masks = [self._hidden[x] for x in call.inputs if x in self._hidden]
-            if name in _ADDITIONS and len(call.inputs) == 2:
+            is_scaled = "alpha" in call.kwargs
+            if name in _ADDITIONS and len(call.inputs) == 2 and not is_scaled:
                 masks += [_keys_hidden_by(x, output) for x in call.inputs]
-            if name in _SUBTRACTIONS and len(call.inputs) == 2:
+            if name in _SUBTRACTIONS and len(call.inputs) == 2 and not is_scaled:
                 masks.append(_keys_hidden_by(-call.inputs[1], output))
             if name in _FILLS and HIDDEN < call.argument(2, "value") <= HIDDEN_BY_MASK:
                 masks.append(call.argument(1, "mask"))
             self._hidden.pop(output, None)  # of an in-place function
-            for mask in masks if name in _KEEPING else ():
+            for mask in masks if name in _KEEPING and not is_scaled else ():
                 if mask is not None and mask.shape[-1] == output.shape[-1]:
                     is_reshaped = mask.numel() == output.numel()
                     mask = mask.reshape(output.shape) if is_reshaped else mask.expand(output.shape)

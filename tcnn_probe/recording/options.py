@@ -113,7 +113,8 @@ def parse_mark(
 
 def check_along(along: str) -> None:
     """Raise ValueError if this cannot be the name of the coordinate of marks."""
-    if not str(along).isidentifier() or along in (*COORDINATES, "if_marked"):
+    is_name = isinstance(along, str) and along.isidentifier()
+    if not is_name or along in (*COORDINATES, "if_marked"):
         raise ValueError(
             "expected the name of a coordinate, such as 'epoch' or 'step', for along; got "
             f"{along!r}"

@@ -157,7 +157,10 @@ def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 @pytest.mark.parametrize(
     "kind",
-    "array,shards,damaged,group,folder,file,link,xarray's array,xarray's group".split(","),
+    [
+        *("array", "shards", "damaged", "group", "folder", "file", "link"),
+        *("xarray's array", "xarray's group"),
+    ],
 )
 def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind: str) -> None:
     recording(path := tmp_path / "run.zarr")
