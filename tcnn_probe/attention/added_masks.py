@@ -40,15 +40,17 @@ class AddedMasks:
         """Note where the output of a function has hidden keys."""
         for output in call.outputs[:1]:
             masks = [self._hidden[x] for x in call.inputs if x in self._hidden]
-            is_scaled = "alpha" in call.kwargs
-            if name in _ADDITIONS and len(call.inputs) == 2 and not is_scaled:
+            self._hidden.pop(output, None)  # of an in-place function
+            # alpha= scales a summand, which may then hide nothing.
+            if name not in _KEEPING or "alpha" in call.kwargs:
+                continue
+            if name in _ADDITIONS and len(call.inputs) == 2:
                 masks += [_keys_hidden_by(x, output) for x in call.inputs]
-            if name in _SUBTRACTIONS and len(call.inputs) == 2 and not is_scaled:
+            if name in _SUBTRACTIONS and len(call.inputs) == 2:
                 masks.append(_keys_hidden_by(-call.inputs[1], output))
             if name in _FILLS and HIDDEN < call.argument(2, "value") <= HIDDEN_BY_MASK:
                 masks.append(call.argument(1, "mask"))
-            self._hidden.pop(output, None)  # of an in-place function
-            for mask in masks if name in _KEEPING and not is_scaled else ():
+            for mask in masks:
                 if mask is not None and mask.shape[-1] == output.shape[-1]:
                     is_reshaped = mask.numel() == output.numel()
                     mask = mask.reshape(output.shape) if is_reshaped else mask.expand(output.shape)

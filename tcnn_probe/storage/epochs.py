@@ -312,7 +312,7 @@ def _is_left_over(place: Place, path: str) -> bool:
             # A user's array may be sharded as well, and new recordings have no shards.
             ours = is_recorded(document) and document["codecs"][-1]["name"] == "crc32c"
             return ours and "description" in attributes
-    except (ValueError, KeyError):  # damaged
+    except (ValueError, KeyError, TypeError):  # damaged
         return False
     return (LAYERS in attributes or not attributes) and all(
         _is_left_over(place, f"{path}/{name}") for name in members

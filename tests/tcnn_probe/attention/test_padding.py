@@ -252,6 +252,17 @@ def test_masks_of_later_forwards_are_others() -> None:
     np.testing.assert_allclose(entropy, [np.log(35), mean, mean], rtol=1e-6)
 
 
+@torch.no_grad()
+def test_a_summand_that_alpha_scales_is_no_mask() -> None:
+    def adding_a_hundredth(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        assert visible is not None
+        summand = -100 * (~visible).to(q.dtype)
+        return torch.add(q @ k.mT, summand, alpha=0.01).softmax(-1) @ v
+
+    measured = epoch(Padded(adding_a_hundredth, "keys", 0), *padded_to(5, 7))
+    np.testing.assert_allclose(measured["uniform_entropy"], np.log(35), rtol=1e-6)
+
+
 class Encoder(nn.Module):
     """torch's encoder, which packs padded sequences on its fast path when nothing is recorded."""
 
