@@ -165,15 +165,8 @@ class Mask:
         """Return the mean over images of the means over all queries
         that count of an image, (B, w, heads, n).
         """
-        counted = self.queries[:, :, queries]
-        means = [
-            np.mean(
-                [values[b, w, :, i] for w, i in zip(*np.nonzero(counted[b]), strict=True)],
-                axis=0,
-            )
-            for b in range(len(values))
-        ]
-        return np.mean(means, axis=0)
+        by_query = zip(values.swapaxes(2, 3), self.queries[:, :, queries], strict=True)
+        return np.mean([image[counted].mean(0) for image, counted in by_query], axis=0)
 
 
 def mask_of(logits: np.ndarray) -> Mask:
@@ -181,17 +174,14 @@ def mask_of(logits: np.ndarray) -> Mask:
     leaves, if -5000 or less hides a key.
     """
     visible = (logits > -5000).any(2)
-    images, windows, queries, keys = visible.shape
-    counted = np.ones((images, windows, queries), dtype=bool)
-    for b in range(images) if queries == keys else ():
-        alone = np.zeros((windows, queries), dtype=bool)
-        for w in range(windows):
-            for i in range(queries):
-                seers = [j for j in range(queries) if visible[b, w, j, i]]
-                alone[w, i] = seers == [i] and visible[b, w, i].sum() == 1
-                counted[b, w, i] = bool(seers) and not alone[w, i]
-        if not counted[b].any():
-            counted[b] = alone
+    counted = np.ones(visible.shape[:3], dtype=bool)
+    if visible.shape[2] == visible.shape[3]:
+        # Padding is seen by no token, or by itself alone and sees no other.
+        sees_itself = visible.diagonal(axis1=2, axis2=3)
+        alone = sees_itself & (visible.sum(2) == 1) & (visible.sum(3) == 1)
+        counted = visible.any(2) & ~alone
+        only_alone = ~counted.any((1, 2))
+        counted[only_alone] = alone[only_alone]
     return Mask(counted, visible)
 
 
@@ -208,41 +198,41 @@ def health(
     Heads are compared over the queries of patches, or over all queries if there are none.
     """
     compared = np.array(patches) if any(patches) else np.ones(len(patches), bool)
-    images, all_windows, heads, all_queries, keys = weights.shape
+    images, _, heads, all_queries, keys = weights.shape
     mask = mask or no_mask(weights)
-    names = ("sink", "query_diversity", "head_similarity")
-    sums = {name: np.zeros((images, heads)) for name in names}
-    histogram = np.zeros((images, heads, 20))
+    by_image: dict[str, list[np.ndarray]] = {}
     for b in range(images):
-        real_windows = [w for w in range(all_windows) if mask.queries[b, w].any()]
-        windows = len(real_windows)
-        chosen = mask.queries[b] & (mask.visible[b].sum(-1) > 1)
-        for w in real_windows:
-            rows = weights[b, w][:, mask.queries[b, w]]  # (heads, queries, N_key)
-            queries = rows.shape[1]
-            seen = mask.visible[b, w][mask.queries[b, w]].sum(-1)
-            for h in range(heads):
-                mean = rows[h].sum(0) / queries
-                entropies = entropy(rows[h])
-                sums["sink"][b, h] += mean.max() / windows
-                diversity = entropy(mean) - entropies.mean()
-                sums["query_diversity"][b, h] += diversity / windows
-                for value, count in zip(entropies, seen, strict=True):
-                    # The entropy of uniform attention is exactly log keys, and belongs to the last
-                    # bin.
-                    if count > 1:
-                        bin_ = min(19, int(20 * value / math.log(count)))
-                        histogram[b, h, bin_] += 1 / chosen.sum()
-                for g in set(range(heads)) - {h}:
-                    pair = rows[[g, h]][:, compared[mask.queries[b, w]]]
-                    norms = np.linalg.norm(pair, axis=-1)
-                    cosines = (pair[0] * pair[1]).sum(-1) / (norms[0] * norms[1])
-                    sums["head_similarity"][b, h] += (
-                        cosines.sum() / mask.queries[b][:, compared].sum() / (heads - 1)
-                    )
-    means = {name: values.mean(0) for name, values in sums.items()}
-    if keys > 1:
-        means["entropy_histogram"] = histogram.mean(0)
+        sinks, diversities = [], []
+        cosines = np.zeros((heads, heads))
+        histogram = np.zeros((heads, 20))
+        for window, counted, visible in zip(
+            weights[b], mask.queries[b], mask.visible[b], strict=True
+        ):
+            if not counted.any():
+                continue
+            rows = window[:, counted]  # (heads, queries, N_key)
+            entropies = entropy(rows)
+            sinks.append(rows.mean(1).max(-1))
+            diversities.append(entropy(rows.mean(1)) - entropies.mean(1))
+            directions = (rows / np.linalg.norm(rows, axis=-1, keepdims=True))[:, compared[counted]]
+            cosines += np.einsum("gqk,hqk->gh", directions, directions)
+            seen = visible[counted].sum(-1)
+            shares = entropies[:, seen > 1] / np.log(seen[seen > 1])
+            # The entropy of uniform attention is exactly log keys, and belongs to the last bin.
+            bins = np.minimum(19, (20 * shares).astype(int))
+            histogram += [np.bincount(of_head, minlength=20) for of_head in bins]
+        others = cosines.sum(0) - cosines.diagonal()
+        numbers = {
+            "sink": np.mean(sinks, 0),
+            "query_diversity": np.mean(diversities, 0),
+            "head_similarity": others / mask.queries[b][:, compared].sum() / max(heads - 1, 1),
+            "entropy_histogram": histogram / max(histogram[0].sum(), 1),
+        }
+        for name, values in numbers.items():
+            by_image.setdefault(name, []).append(values)
+    means = {name: np.mean(values, 0) for name, values in by_image.items()}
+    if keys < 2:
+        del means["entropy_histogram"]
     if all_queries < 2:
         del means["query_diversity"]
     if heads < 2:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.extras import need
-from tests.tcnn_probe.attention.bruteforce import attention_of, information, mask_of
+from tests.tcnn_probe.attention.bruteforce import attention_of, entropy, information, mask_of
 
 pytestmark = pytest.mark.numerical
 
@@ -74,16 +74,42 @@ def fused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def lowered(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    mask = None if visible is None else (1 - visible.to(q.dtype)) * -1e9
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+def fused_adding(number: float) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, number)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return attend
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     logits = q @ k.mT / q.shape[-1] ** 0.5
     if visible is not None:
         logits = logits.masked_fill(~visible, torch.finfo(q.dtype).min)
     return logits.softmax(-1) @ v
+
+
+def adding(number: float) -> Callable[..., Tensor]:
+    """Attention that adds a number to the logits of hidden keys, as transformers does."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        logits = q @ k.mT / q.shape[-1] ** 0.5 + (1.0 - visible.to(q.dtype)) * number
+        return F.softmax(logits, -1) @ v
+
+    return attend
+
+
+def subtracting(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    logits = q @ k.mT
+    logits -= 300 * (~visible).to(q.dtype)
+    return torch.softmax(logits / q.shape[-1] ** 0.5, -1) @ v
+
+
+def filling(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    logits = (q @ k.mT).flatten(0, 1)
+    hidden = ~visible.repeat_interleave(HEADS, 1).expand(-1, -1, *logits.shape[1:])
+    logits.masked_fill_(hidden.flatten(0, 1), -100)
+    return (logits.unflatten(0, (-1, HEADS)) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
 def epoch(model: nn.Module, *inputs: Any, **options: Any) -> dict[str, xr.DataArray]:
@@ -148,94 +174,55 @@ def measured_alone(how: Callable[..., Tensor], prefix: int) -> list[dict[str, xr
     return [epoch(model, image) for image in images_alone()]
 
 
-@pytest.mark.study(but=["fused-1-keys", "eager-1-all"])
-@pytest.mark.parametrize("hides", ["keys", "all", "all but themselves"])
-@pytest.mark.parametrize(("how", "prefix"), [(fused, 0), (fused, 1), (lowered, 1), (eager, 1)])
-def test_padded_images_are_measured_as_if_alone(
-    how: Callable[..., Tensor], hides: str, prefix: int
-) -> None:
-    model = Padded(how, hides, prefix)
-    alone = measured_alone(how, prefix)
-    assert "attention_distance" in alone[0]
-    measured = []
-    for height, width in ((5, 7), (7, 11)):
-        batch, is_real = padded_to(height, width)
-        padded = epoch(model, batch, is_real)
-        check_alone(padded, alone)
-        measured.append(padded["content_information"].values)
-        (reference,) = attention_of(model, batch, is_real)
-        mask = mask_of(reference.logits.numpy()[:, None])
-        expected = information(
-            reference.weights.numpy()[:, None, :, prefix:], mask.queries[..., prefix:]
-        )
-        np.testing.assert_allclose(measured[-1][0], expected, rtol=1e-9, atol=1e-12)
-
-
-def adding(number: float) -> Callable[..., Tensor]:
-    """Attention that adds a number to the logits of hidden keys, as transformers does."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        logits = q @ k.mT / q.shape[-1] ** 0.5
-        if visible is not None:
-            logits = logits + (1.0 - visible.to(q.dtype)) * number
-        return F.softmax(logits, -1) @ v
-
-    return attend
-
-
-def subtracting(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    logits = q @ k.mT
-    if visible is not None:
-        logits -= 300 * (~visible).to(q.dtype)
-    return torch.softmax(logits / q.shape[-1] ** 0.5, -1) @ v
-
-
-def fused_adding(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    mask = None if visible is None else torch.zeros_like(visible, dtype=q.dtype)
-    if mask is not None and visible is not None:
-        mask = mask.masked_fill(~visible, -100)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def filling(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    logits = (q @ k.mT).flatten(0, 1)
-    if visible is not None:
-        hidden = ~visible.repeat_interleave(HEADS, 1).expand(-1, -1, *logits.shape[1:])
-        logits.masked_fill_(hidden.flatten(0, 1), -100)
-    logits = logits.unflatten(0, (-1, HEADS)) / q.shape[-1] ** 0.5
-    return logits.softmax(-1) @ v
-
-
-def entropies_alone(model: Padded, image: Tensor) -> Tensor:
-    """Return entropies of the heads, means over the queries."""
-    x = model.patches(image).flatten(2).mT
-    q, k, _ = model.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-    return -weights.xlogy(weights).sum(-1).mean((0, 2))
-
-
-MASKS = {
+KEYS, ALL, BUT_THEMSELVES = "keys", "all", "all but themselves"
+# How keys are hidden: in fused attention, or in logits, by masks that hide less than infinity.
+FUSED: dict[str, Callable[..., Tensor]] = {
+    "fused": fused,
+    "fused, -1e9": fused_adding(-1e9),
+    "fused, -100": fused_adding(-100),
+}
+UNFUSED = {
+    "filled with the smallest": unfused,
+    "filled": filling,
+    "subtracted": subtracting,
     "-100": adding(-100),
     "-1e4": adding(-1e4),
     "smallest": adding(torch.finfo(torch.float64).min),
-    "subtracted": subtracting,
-    "fused": fused_adding,
-    "filled": filling,
 }
+CASES = [
+    *((name, 1, hides) for name in ("fused", "filled", "-100") for hides in (KEYS, ALL)),
+    *((name, 1, BUT_THEMSELVES) for name in (*FUSED, *UNFUSED)),
+    *(("fused", 0, hides) for hides in (KEYS, ALL)),
+    ("fused, -1e9", 1, KEYS),
+    ("fused, -100", 1, ALL),
+    ("filled with the smallest", 1, ALL),
+    ("subtracted", 1, KEYS),
+    ("-1e4", 1, ALL),
+    ("smallest", 1, KEYS),
+]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("hides", ["keys", "all", "all but themselves"])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_that_are_added_to_logits(name: str, hides: str) -> None:
-    """Images that are padded to any length give the numbers that they give alone."""
-    model = Padded(MASKS[name], hides, 0)
-    alone = [epoch(model, image) for image in images_alone()]
-    entropy = torch.stack([entropies_alone(model, image) for image in images_alone()]).mean(0)
-    for size in ((5, 5), (5, 7), (7, 11), (11, 13)):
-        padded = epoch(model, *padded_to(*size))
-        check_alone(padded, alone)
-        np.testing.assert_allclose(padded["entropy"][0], entropy, rtol=1e-9)
+@pytest.mark.study(but=["fused-1-keys", "filled with the smallest-1-all", "-100-1-keys"])
+@pytest.mark.parametrize(("name", "prefix", "hides"), CASES)
+def test_padded_images_are_measured_as_if_alone(name: str, prefix: int, hides: str) -> None:
+    model = Padded((FUSED | UNFUSED)[name], hides, prefix)
+    batch, is_real = padded_to(7, 11)
+    padded = epoch(model, batch, is_real)
+    without_mask = fused if name in FUSED else unfused
+    alone = measured_alone(without_mask, prefix)
+    assert "attention_distance" in alone[0]
+    check_alone(padded, alone)
+    weights = [
+        attention_of(Padded(without_mask, hides, prefix), image)[0].weights.numpy()
+        for image in images_alone()
+    ]
+    expected = np.mean([entropy(of_image).mean((0, 2)) for of_image in weights], 0)
+    np.testing.assert_allclose(padded["entropy"][0], expected, rtol=1e-9)
+    (reference,) = attention_of(model, batch, is_real)
+    patches = reference.weights.numpy()[:, None, :, prefix:]
+    expected = information(patches, is_real.flatten(1).numpy()[:, None])
+    information_of_padded = padded["content_information"][0]
+    np.testing.assert_allclose(information_of_padded, expected, rtol=1e-9, atol=1e-12)
 
 
 @torch.no_grad()
@@ -254,8 +241,7 @@ def test_masks_of_later_forwards_are_others() -> None:
 
 @torch.no_grad()
 def test_a_summand_that_alpha_scales_is_no_mask() -> None:
-    def adding_a_hundredth(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        assert visible is not None
+    def adding_a_hundredth(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         summand = -100 * (~visible).to(q.dtype)
         return torch.add(q @ k.mT, summand, alpha=0.01).softmax(-1) @ v
 
