@@ -9,6 +9,7 @@ from tcnn_model import GPSA
 from tcnn_model.gpsa.equations import gpsa_attention_reference
 
 __all__ = [
+    "gpsa_attention",
     "gpsa_statistics",
     "gpsa_statistics_of_qk",
     "over_images",
@@ -54,12 +55,12 @@ def over_images(name: str, values: Tensor) -> Tensor:
     return values.amax(0) if name == "max_logit" else values.mean(0)
 
 
-def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
-    """Return the statistics for the weights of ``layer``, entirely in float64."""
-    x = x.detach().double()
-    bases, pixels, real = _grid(layer, x)
-    attention = gpsa_attention_reference(
-        x,
+def gpsa_attention(layer: GPSA, x: Tensor) -> Tensor:
+    """Return the attention of ``layer``, (B, heads, N_query, N_key), in float64;
+    keys include the padding.
+    """
+    return gpsa_attention_reference(
+        _double(x),
         query=_double(layer.query),
         key=_double(layer.key),
         locality_strength=_alpha(layer),
@@ -70,11 +71,17 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
         padding=layer.padding,
         dilation=layer.dilation,
     )
+
+
+def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
+    """Return the statistics for the weights of ``layer``, entirely in float64."""
+    x = _double(x)
+    bases, pixels, real = _grid(layer, x)
     query = _project(x, bases, layer.query, layer.heads)
     key = _project(x, pixels[real], layer.key, layer.heads)
     logits = _logits(query, key)
     return summarise(
-        attention,
+        gpsa_attention(layer, x),
         torch.softmax(logits, -1),
         _positional(layer, bases, pixels),
         _distance(bases, pixels),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -255,6 +256,18 @@ def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.nd
                 # The factor n / (n - 1) corrects for n images.
                 by_query.append(divergence / (1 - 1 / len(rows)))
     return np.mean(by_query, axis=0)
+
+
+def equivariance(pattern: np.ndarray, cells: Sequence[tuple[int, ...]]) -> float:
+    """Return the share of the variance of a pattern (tokens, tokens)
+    that the offsets between cells explain.
+    """
+    of_offset: dict[tuple[int, ...], list[float]] = {}
+    for (i, query), (j, key) in product(enumerate(cells), repeat=2):
+        offset = tuple(k - q for q, k in zip(query, key, strict=True))
+        of_offset.setdefault(offset, []).append(pattern[i, j])
+    within = sum(np.square(values - np.mean(values)).sum() for values in of_offset.values())
+    return float(1 - within / (pattern.size - len(of_offset)) / np.var(pattern, ddof=1))
 
 
 def distances(weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]) -> np.ndarray:

@@ -72,33 +72,19 @@ def weights_of(
     window: tuple[int, int] = (-1, -1),
     bias: Tensor | None = None,
 ) -> np.ndarray:
-    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d),
-    computed key by key in float64.
-    """
-    queries = q.shape[1]
-    keys = k.shape[1]
+    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d), in float64."""
+    queries, keys = q.shape[1], k.shape[1]
     # Neighbouring heads share a key in grouped-query attention.
-    group = q.shape[2] // k.shape[2]
-    weights = np.zeros((len(q), q.shape[2], queries, keys))
-    for b in range(len(q)):
-        for h in range(q.shape[2]):
-            for i in range(queries):
-                for j in range(keys):
-                    place = i + keys - queries  # the last query is at the position of the last key
-                    # The two sides of a window are counted from the query's position, and -1 means
-                    # no bound.
-                    hidden = (
-                        (causal and j > place)
-                        or (window[0] >= 0 and j < place - window[0])
-                        or (window[1] >= 0 and j > place + window[1])
-                    )
-                    if hidden:
-                        continue
-                    logit = float(q[b, i, h].double() @ k[b, j, h // group].double()) * scale
-                    if bias is not None:
-                        logit += float(bias[b, h, i, j])
-                    weights[b, h, i, j] = np.exp(logit)
-    return weights / weights.sum(-1, keepdims=True)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    logits = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * scale
+    if bias is not None:
+        logits = logits + bias
+    # The last query is at the position of the last key.
+    behind = torch.arange(keys) - (torch.arange(queries)[:, None] + keys - queries)
+    # The two sides of a window are counted from the query's position, and -1 means no bound.
+    before, after = (side if side >= 0 else keys for side in window)
+    hidden = (behind < -before) | (behind > (0 if causal else after))
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1).numpy()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:

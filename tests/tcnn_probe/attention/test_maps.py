@@ -12,22 +12,20 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
 from torchvision.models.swin_transformer import SwinTransformer
 
 import tcnn_model
 import tcnn_probe
-from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.oracle import gpsa_attention
 
 # Patches of 8 make 4 x 6 cells, so that exchanged axes would have the wrong shape.
 SIZE = (32, 48)
@@ -138,39 +136,6 @@ def test_mixing_is_refused_where_no_heads_are_mixed() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     with pytest.raises(ValueError, match=r"mix their heads .* got VisionTransformer"):
         tcnn_probe.attention_maps(model, images, mixed=True)
-
-
-def test_fused_attention_in_float32() -> None:
-    torch.manual_seed(0)
-    model = small("deit_tiny_patch16_224", **VIT)().eval()
-    images = torch.randn(2, 3, *SIZE)
-    # Fused attention calls no softmax that could be intercepted, so maps are rebuilt from its
-    # arguments.
-    assert model.blocks[0].attn.fused_attn
-    expected = {
-        reference.layer: reference.weights for reference in attention_of(model, images.double())
-    }
-    maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
-    for layer, weights in expected.items():
-        # This model runs in float32, the reference in float64.
-        np.testing.assert_allclose(
-            maps.attention.sel(layer=layer), on_grid(weights, (4, 6), (4, 6)), atol=1e-5
-        )
-    np.testing.assert_array_equal(maps.query_y, range(4))
-
-
-def test_pooled_keys_and_strided_queries() -> None:
-    # LeViT's position biases are made for 224 pixels.
-    model, images = run(small("levit_128s"), (224, 224), 1)
-    weights = next(
-        reference.weights
-        for reference in attention_of(model, images)
-        if "downsample" in reference.layer
-    )
-    maps = tcnn_probe.attention_maps(model, images, layers="*downsample*")[
-        "8x14x14_from_7x7"
-    ].attention[:, 0]
-    np.testing.assert_allclose(maps, on_grid(weights, (14, 14), (7, 7)), atol=1e-9)
 
 
 # Windows are given by (rows, columns) of the grid and of a window, and the shift; loops find the
@@ -420,20 +385,6 @@ def test_a_window_larger_than_the_map_is_not_drawn_over_all_of_it() -> None:
     np.testing.assert_allclose(maps[:, 0], of_windows[:, :, :3, :5, :3, :5], atol=1e-9)
 
 
-class Softmaxes(TorchFunctionMode):
-    """Mode that keeps the output of each softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        output = func(*args, **(kwargs or {}))
-        if func in (F.softmax, Tensor.softmax):
-            self.outputs.append(output)
-        return output
-
-
 MODULES = {  # of transformers.models
     "DonutSwin": "donut",
     "MaskFormerSwin": "maskformer",
@@ -515,13 +466,12 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
     config = getattr(modules, f"{kind}Config")(**options, attn_implementation="eager")
     model = sharpen(getattr(modules, name)(config).double().eval(), 1.7)
     images = torch.randn(2, 3, *size, dtype=torch.float64)
-    with Softmaxes() as softmaxes:
-        maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
-    # The second layer of a Swin is the shifted one. Heads are an axis of their own, or the last
-    # part of the batch axis. Each layer of SAM 2 computes another softmax, which is not used.
-    number = 5 if name == "Sam2HieraDetModel" else 1
-    weights = softmaxes.outputs[number].detach().flatten(0, -3)
-    weights = weights.unflatten(0, (2, len(cells), 2)).numpy()
+    maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
+    references = attention_of(model, images)
+    # A layer of SAM 2 computes another softmax before, which is not used.
+    *_, weights = (x.weights for x in references if x.layer.split("#")[0].endswith(layer))
+    # Heads are an axis of their own, or the last part of the batch axis.
+    weights = weights.flatten(0, -3).unflatten(0, (2, len(cells), 2)).numpy()
     attention = next(iter(maps.children.values())).attention[:, 0]
     expected = placed(weights, cells, attention.shape)
     # Eager attention may take its softmax in float32.
@@ -567,19 +517,16 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
             unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
             order = unroll(torch.arange(count * windows).view(1, -1, 1))
             cells.append(order.view(count, windows))
-        expected = torch.zeros(2, heads, *(rows * columns for rows, columns in grids))
+        expected = torch.zeros(2, heads, *(rows * columns for rows, columns in grids)).double()
         for w in range(windows):
-            for q in range(counts[0]):
-                for k in range(counts[1]):
-                    place = cells[0][q, w], cells[1][k, w]
-                    expected[:, :, place[0], place[1]] = weights[:, :, w, q, k].float()
+            expected[:, :, cells[0][:, w][:, None], cells[1][:, w]] = weights[:, :, w]
         node = next(node for node in maps.children.values() if reference.layer in node.layer.values)
         attention = node.attention.sel(layer=reference.layer)
         attention = attention.isel(head=slice(heads)).transpose(
             "image", "head", "query_y", "query_x", "y", "x"
         )
         assert attention.shape[2:] == (*grids[0], *grids[1])
-        # The expected weights above were stored in a float32 tensor.
+        # Maps are stored in float32.
         np.testing.assert_allclose(attention.values.reshape(expected.shape), expected, atol=1e-6)
         compared += 1
     assert compared == 5
@@ -635,18 +582,7 @@ def test_gated_layers() -> None:
     for node in tree.children.values():
         for name in node.layer.values:
             layer = layers[name]
-            dense = gpsa_attention_reference(
-                layer_inputs[name],
-                query=layer.query.detach(),
-                key=layer.key.detach(),
-                locality_strength=layer.locality_strength.detach(),
-                center=layer.center.detach(),
-                gating=layer.gating.detach(),
-                kernel_size=layer.kernel_size,
-                stride=layer.stride,
-                padding=layer.padding,
-                dilation=layer.dilation,
-            )
+            dense = gpsa_attention(layer, layer_inputs[name])
             maps = node.attention.sel(layer=name)
             height, width = layer_inputs[name].shape[2:]
             pixels = (
@@ -838,7 +774,8 @@ def test_cells_are_placed_at_the_centre_of_their_receptive_fields() -> None:
     """After padded convolutions, the first cell is centred on the first pixel,
     not on the middle of a cell.
     """
-    model = tcnn_model.reparameterize(timm.create_model("resnet18", num_classes=5)).eval()
+    cnn = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=5)
+    model = tcnn_model.reparameterize(cnn).eval()
     maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96), queries=[(17, 94)])["9x4x6"]
     # Each stride in resnet18 has a padded kernel, so that its cells are centred on multiples of 16.
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
@@ -879,13 +816,10 @@ class SeesSome(nn.Module):
         return net.forward_head(net.norm(net.blocks[2](tokens)))
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "reason"), [(5, "saw 2 of 5 images"), (4, "saw 2 of 4 images")]
-)
-def test_a_layer_that_sees_fewer_images_has_no_maps(batch_size: int, reason: str) -> None:
+def test_a_layer_that_sees_fewer_images_has_no_maps() -> None:
     model, images = SeesSome().eval(), torch.randn(5, 3, 48, 80)
-    with pytest.warns(RuntimeWarning, match=reason):
-        maps = tcnn_probe.attention_maps(model, images, batch_size=batch_size)
+    with pytest.warns(RuntimeWarning, match="saw 2 of 4 images"):
+        maps = tcnn_probe.attention_maps(model, images, batch_size=4)
     (node,) = maps.children.values()
     assert node.layer.values.tolist() == ["net.blocks.0.attn", "net.blocks.2.attn"]
     assert "net.blocks.1.attn" in json.loads(maps.attrs["missing"])

@@ -105,18 +105,11 @@ def feature(x: Tensor) -> Tensor:
 
 def brute_force(model: Model, x: Tensor) -> Tensor:
     tokens = model.stem(x).flatten(2).mT
-    # The matrix is filled entry by entry in float64; the layer itself never forms it.
-    weights = torch.zeros(IMAGES, HEADS, 35, 35, dtype=torch.float64)
     projected = tokens @ model.mixer.qkv.weight.T + model.mixer.qkv.bias
-    for image in range(IMAGES):
-        for head in range(HEADS):
-            start = head * WIDTH
-            q = feature(projected[image, :, start : start + WIDTH])
-            k = feature(projected[image, :, HEADS * WIDTH :][:, start : start + WIDTH])
-            for i in range(35):
-                row = torch.stack([(q[i] * k[j]).sum() for j in range(35)])
-                weights[image, head, i] = row / row.sum()
-    return weights
+    q, k, _ = projected.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+    # The layer itself never forms this matrix.
+    products = torch.einsum("bihd,bjhd->bhij", feature(q), feature(k))
+    return products / products.sum(-1, keepdim=True)
 
 
 @torch.no_grad()

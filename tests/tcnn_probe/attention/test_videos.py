@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.extras import need
-from tests.tcnn_probe.attention.bruteforce import Place, attention_of, grid
+from tests.tcnn_probe.attention.bruteforce import Place, attention_of, equivariance, grid
 from tests.tcnn_probe.attention.checking import check, same
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -121,28 +121,14 @@ def test_queries_in_videos_have_frames() -> None:
         tcnn_probe.attention_maps(model, videos(), queries=[(6, 0, 0)])
 
 
-def equivariance(mean: np.ndarray) -> float:
-    """Return the share of a pattern's variance (tokens, tokens)
-    that offsets in time, rows and columns explain.
-    """
-    cells = list(product(*map(range, CELLS)))
-    groups = defaultdict(list)
-    for (i, query), (j, key) in product(enumerate(cells), repeat=2):
-        offset = tuple(k - q for q, k in zip(query, key, strict=True))
-        groups[offset].append(mean[i, j])
-    within = sum(((np.array(group) - np.mean(group)) ** 2).sum() for group in groups.values())
-    pairs = mean.size
-    total = ((mean - mean.mean()) ** 2).sum()
-    return 1 - within / (pairs - len(groups)) / (total / (pairs - 1))
-
-
 def test_equivariance_includes_time() -> None:
     model = video_model("VideoMAE").double()
     mean = attention_of(model, videos())[0].weights.mean(0).numpy()
     probes = [*tcnn_probe.DEFAULT, "health", tcnn_probe.mean_attention([(0.6, 0.3)])]
     recorder = recorded(model, videos().double(), probes=probes)
     layer = recorder.dataset.isel(epoch=0, layer=0)
-    expected = [equivariance(head) for head in mean]
+    cells = list(product(*map(range, CELLS)))
+    expected = [equivariance(head, cells) for head in mean]
     np.testing.assert_allclose(layer.translation_equivariance, expected, atol=1e-9)
     # The query is in the middle frame, in its second row and column; frames are stacked vertically.
     query = 1 * ROWS * COLUMNS + 1 * COLUMNS + 1
