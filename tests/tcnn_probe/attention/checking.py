@@ -179,9 +179,7 @@ def check(
 
 
 def check_family(family: Family) -> None:
-    """Check fused attention in two batches against an unfused copy,
-    and that recording does not change outputs.
-    """
+    """Check fused attention in two batches against an unfused copy."""
     model = sharpen(family.make(), family.gain)
     images = family.images()
     references = attention_of(model, images)
@@ -193,12 +191,6 @@ def check_family(family: Family) -> None:
             layouts[reference.layer].weights(reference, len(images)),
             reference.layer,
         )
-    with torch.no_grad():
-        alone = model(images)
-        recorder = tcnn_probe.record(model)
-        # Equal bit for bit, because recording does not change what the model computes.
-        torch.testing.assert_close(model(images), alone, rtol=0, atol=0)
-        recorder.remove()
     ds, layers, unsupported = recorded(model.double(), images.double().split([1, 3]))
     assert sorted(layers) == sorted(layouts)
     assert unsupported.keys() == family.unsupported.keys()

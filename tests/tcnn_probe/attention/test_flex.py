@@ -158,7 +158,6 @@ def make(*options: Any, **place: Any) -> tuple[Model, Tensor]:
 
 
 CASES: Mapping[str, tuple[Any, ...]] = {
-    "plain": (None, None, HEADS, False),
     "bias, compiled": (biased, None, HEADS, True),
     "softcap, groups": (capped, None, 2, False),
     "all at once": (biased, visible, 3, False),

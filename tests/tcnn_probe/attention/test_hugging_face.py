@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -64,17 +63,12 @@ def detections_first(weights: Tensor, images: int) -> Tensor:
     return weights[..., order, :][..., order].unflatten(0, (images, 1))
 
 
-def torchvision_vit() -> nn.Module:
-    return torchvision.models.VisionTransformer(32, 8, 2, 3, 12, 24, num_classes=5)
-
-
 # Images are flat for classes that accept them, and square for classes whose positions require it.
 FLAT, SQUARE = (32, 48), (32, 32)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     "vit": (of("ViT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     # A distillation token follows the class token.
     "deit": (of("DeiT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=2))),
-    "dinov2": (of("Dinov2", **TINY, image_size=32), SQUARE, same(grid(4, 4, prefix=1))),
     "dinov2 with registers": (
         of("Dinov2WithRegisters", **TINY, image_size=32, num_register_tokens=4),
         SQUARE,
@@ -109,7 +103,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
         (48, 48),
         same(grid(3, 3)),
     ),
-    "torchvision vit": (torchvision_vit, SQUARE, same(grid(4, 4, prefix=1))),
 }
 
 

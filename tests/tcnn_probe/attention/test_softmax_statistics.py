@@ -120,8 +120,9 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     return call, brute_force(logits.float().double() if form == "given" else logits, exact, prefix)
 
 
-def check(call: SoftmaxAttention, expected: Bounded) -> None:
-    got = softmax_statistics.measure_softmax(call).means
+def check(call: SoftmaxAttention, expected: Bounded) -> softmax_statistics.SoftmaxMeasurements:
+    measured = softmax_statistics.measure_softmax(call)
+    got = measured.means
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
         value, bound = (x.unflatten(0, (call.images, call.windows)) for x in (value, bound))
@@ -137,6 +138,7 @@ def check(call: SoftmaxAttention, expected: Bounded) -> None:
             got[name] - value,
             bound,
         )
+    return measured
 
 
 # Blocks have one element, a prime number that cuts rows, or all elements.

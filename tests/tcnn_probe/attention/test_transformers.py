@@ -84,9 +84,7 @@ FAMILIES = [
     vit("vit_medium_patch16_reg4_gap_256", 4, class_token=False),
     vit("vit_so150m_patch16_reg4_map_256", 4, class_token=False),  # a latent pools
     vit("vit_small_patch16_dinov3", 5),  # rotary position embedding
-    vit("deit_tiny_distilled_patch16_224", 2),
     vit("cait_xxs24_224", 0, gain=2.2),  # talking heads and class attention
-    vit("beit_base_patch16_224"),  # a relative position bias
     Family(  # patches are cut by a reshape
         "naflexvit",
         partial(timm.create_model, "naflexvit_base_patch16_gap", **NAFLEX),

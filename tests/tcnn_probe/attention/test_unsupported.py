@@ -5,6 +5,7 @@ and layers beside them are recorded.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import xarray as xr
+from timm.models import byoanet, byobnet
 from torch import Tensor, distributed, nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,14 +57,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str
     ),
     "poolformer_s12": ({}, (64, 96), {"Pooling": "average pooling"}, {}),
     "efficientformer_l1": (
-        {},
+        {"embed_dims": (8, 12, 16, 24), "depths": (1,) * 4},
         (224, 224),
         {"Pooling": "average pooling"},
         {"Attention": 1},
     ),
     "efficientvit_b0": ({}, (64, 96), {"LiteMLA": "ReLU kernel"}, {}),
     "coat_tiny": (
-        {"img_size": (64, 96)},
+        {"img_size": (64, 96), "embed_dims": (16,) * 4},
         (64, 96),
         {"FactorAttnConvRelPosEnc": "of the keys alone"},
         {},
@@ -107,12 +109,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str
 }
 
 
+CONFIGS = byobnet.model_cfgs | byoanet.model_cfgs
+
+
+def narrow(name: str, **options: Any) -> nn.Module:
+    return byobnet.ByobNet(replace(CONFIGS[name], width_factor=0.5), **options)
+
+
 @pytest.mark.study(but=["xcit_nano_12_p8_224", "edgenext_xx_small", "lambda_resnet26t", "resnet18"])
 @pytest.mark.parametrize("name", CASES)
 def test_unsupported_layers_have_reasons(name: str) -> None:
     options, size, listed, recorded = CASES[name]
     # Layers are named by class, as timm moves modules between files.
-    model = timm.create_model(name, num_classes=5, **options).eval()
+    make = narrow if name in CONFIGS else timm.create_model
+    model = make(name, num_classes=5, **options).eval()
     modules = dict(model.named_modules())
 
     def classes(layers: object) -> list[str]:

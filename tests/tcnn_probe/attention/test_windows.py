@@ -11,7 +11,6 @@ from timm.models.gcvit import GlobalContextVit
 from timm.models.nest import Nest
 from timm.models.tnt import TNT
 from timm.models.twins import Twins
-from timm.models.vision_transformer_sam import VisionTransformerSAM
 from timm.models.volo import VOLO
 from torch import nn
 
@@ -21,7 +20,6 @@ from tests.tcnn_probe.attention.checking import (
     Family,
     as_it_is,
     check_family,
-    merged,
     same,
     windows_last,
 )
@@ -41,32 +39,12 @@ SWIN = {
     "num_heads": (2, 4),
     "window_size": (2, 3),
 }
-MAXVIT = {"img_size": (64, 96), "embed_dim": (32, 32), "depths": (1, 1)}
 OF_SIX = {"*": same(grid(2, 3))}
 
 
-def swin(name: str, model: str) -> Family:
-    return Family(name, partial(timm.create_model, model, **SWIN), SIZE, OF_SIX)
-
-
-def samvit() -> Family:
-    """Return SAM's encoder on 5 x 7 patches:
-    windows of 3 x 3 with padding, and global attention in the last block.
-    """
-    options = {
-        "img_size": (40, 56),
-        "patch_size": 8,
-        "embed_dim": 24,
-        "depth": 2,
-        "num_heads": 3,
-        "window_size": 3,
-    }
-    layouts = {
-        "blocks.0*": same(grid(3, 3), arrange=merged(3)),
-        "blocks.1*": same(grid(5, 7), arrange=merged(3)),
-    }
-    model = partial(VisionTransformerSAM, **options, global_attn_indexes=(1,), use_rel_pos=True)
-    return Family("samvit", model, (40, 56), layouts)
+def swin() -> Family:
+    model = partial(timm.create_model, "swin_tiny_patch4_window7_224", **SWIN)
+    return Family("swin", model, SIZE, OF_SIX)
 
 
 def twins() -> Family:
@@ -211,18 +189,8 @@ def tnt() -> Family:
     return Family("tnt", partial(TNT, **SMALL, **small), SIZE, layouts)
 
 
-FAMILIES = [
-    swin("swin", "swin_tiny_patch4_window7_224"),
-    swin("swinv2", "swinv2_tiny_window8_256"),
-    Family(
-        "maxvit",
-        partial(timm.create_model, "maxvit_tiny_tf_224", **MAXVIT),
-        (64, 96),
-        OF_SIX,
-        2.2,
-    ),
-    *(family() for family in (samvit, twins, halo, mobilevit, gcvit, nest, volo, tnt)),
-]
+# test_maps.py has the windows of further families.
+FAMILIES = [family() for family in (swin, twins, halo, mobilevit, gcvit, nest, volo, tnt)]
 
 
 @pytest.mark.study(but=["swin", "twins", "halo", "tnt"])

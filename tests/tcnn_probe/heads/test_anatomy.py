@@ -68,10 +68,11 @@ def fitted(mean: Array, index: NDArray[np.int64], seen: Array, rounds: int) -> A
     return convolution_inside(masses, pairs, mean.sum(-1), rounds=rounds).entropy
 
 
-@pytest.mark.study(but=["0-0.0-2.0", "2-0.3-0.3", "2-0.3-8.0"])
-@pytest.mark.parametrize("gain", [0.3, 2.0, 8.0])
-@pytest.mark.parametrize("hidden", [0.0, 0.3])
-@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.study(but=["0-0.0-2.0", "2-0.3-8.0"])
+@pytest.mark.parametrize(
+    ("prefix", "hidden", "gain"),
+    [(0, 0.0, 2.0), (0, 0.3, 8.0), (2, 0.0, 8.0), (2, 0.3, 0.3), (2, 0.3, 8.0)],
+)
 def test_the_fit_equals_that_of_a_convex_solver(gain: float, hidden: float, prefix: int) -> None:
     """Also with tokens off the grid, with keys that are hidden from some queries,
     and for peaked attention.
@@ -144,9 +145,9 @@ def images_and_queries() -> Array:
     return softmax(logits + 0.2 * rng.normal(size=(IMAGES, QUERIES, KEYS)))
 
 
-@pytest.mark.study(but=["128-64", "2-7", "8-1"])
+@pytest.mark.study(but=["8-64", "2-7", "8-1"])
 @pytest.mark.parametrize("sampled", [1, 7, 64])
-@pytest.mark.parametrize("images", [2, 8, 32, 128])
+@pytest.mark.parametrize("images", [2, 8])
 def test_parts_do_not_depend_on_the_numbers_of_images_and_queries(
     images_and_queries: Array, images: int, sampled: int
 ) -> None:

@@ -116,21 +116,7 @@ def test_types_of_plain_attention() -> None:
     assert types.sizes["layer"] == 3
 
 
-def test_convit_has_both_kinds_of_layers() -> None:
-    options: dict[str, Any] = {
-        "depth": 3,
-        "local_up_to_layer": 2,
-        "embed_dim": 6,
-        "num_heads": 9,
-        "num_classes": 3,
-    }
-    torch.manual_seed(0)
-    ds = recorded(timm.create_model("convit_tiny", img_size=112, **options).eval(), 8, 3, 112, 112)
-    types = tcnn_probe.head_types(ds)
-    assert types.values.tolist() == [[["convolutional"] * 9] * 2 + [["averaging"] * 9]]
-
-
-def test_types_from_8_and_from_256_images_agree() -> None:
+def test_types_from_8_and_from_64_images_agree() -> None:
     """Queries and keys of an untrained network are scaled, so that its heads have several types."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"depth": 6, "embed_dim": 60, "num_heads": 10}
@@ -140,9 +126,9 @@ def test_types_from_8_and_from_256_images_agree() -> None:
             # The first 2 x 60 rows are queries and keys; attention becomes sharper with depth.
             block.attn.qkv.weight[:120].mul_(2.0 ** (depth + 1))
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(256, 3, 80, 112, generator=generator)
+    images = torch.randn(64, 3, 80, 112, generator=generator)
     types = []
-    for count in (8, 256):
+    for count in (8, 64):
         with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
             model(images[:count])
             recorder.mark(epoch=0)

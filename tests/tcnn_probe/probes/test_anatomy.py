@@ -217,7 +217,7 @@ def shifted(windows: int) -> np.ndarray:
 
 
 class Grouped(nn.Module):
-    """Attention between 5 x 7 patches, in which three heads share the keys of a head."""
+    """Attention between patches of 8 x 8 pixels, in which three heads share the keys of a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,9 +236,13 @@ def test_equals_brute_force(name: str) -> None:
     """Registers, shifted windows that hide keys,
     grouped queries, and images of which two batches are odd.
     """
-    make = {"vit": lambda: vit(reg_tokens=2, depth=1), "swin": lambda: sharpen(swin(), 3)}
+    size = (32, 60) if name == "swin" else (24, 40)
+    make = {
+        "vit": lambda: vit(img_size=size, reg_tokens=2, depth=1),
+        "swin": lambda: sharpen(swin(), 3),
+    }
     model = make.get(name, Grouped)().double()
-    x = images(5, 3, 32, 60) if name == "swin" else IMAGE
+    x = images(5, 3, *size)
     recordings = []
     for fused in (True, False):
         for module in model.modules():
@@ -253,7 +257,7 @@ def test_equals_brute_force(name: str) -> None:
             places = grid(2, 3), grid(2, 3)
         else:
             prefix = 3 if name == "vit" else 0
-            keys = grid(5, 7, prefix=prefix)
+            keys = grid(3, 5, prefix=prefix)
             weights = weights[..., prefix:, :]
             places = keys[prefix:], keys
         seen = np.ones((windows, len(places[0]), queries), dtype=bool)
