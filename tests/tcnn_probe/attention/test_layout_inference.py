@@ -225,13 +225,6 @@ def test_towers_of_an_image_and_a_text() -> None:
     check(model, (square(), WORDS), {"image.attend": PATCHES, "text.attend": NOWHERE})
 
 
-# 4 and 9 are squares, which could be taken for grids.
-@pytest.mark.parametrize("count", [4, 9])
-def test_declared_prefix_tokens(count: int) -> None:
-    model = Seeing(registers, extra_tokens=count)
-    check(model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count)
-
-
 def test_reasons_for_missing_statistics() -> None:
     with pytest.warns(
         RuntimeWarning,
