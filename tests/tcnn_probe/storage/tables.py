@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,21 +161,38 @@ def assert_holds(
 
 
 @contextmanager
-def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iterator[list[str]]:
+def steps(
+    crash_at: int | None = None,
+    on: str = "^(fsync|replace|set) ",
+    error: Any = Crash,
+    before: Callable[[int, str], object] = lambda number, step: None,
+) -> Iterator[list[str]]:
     """Record the steps of writing that match a pattern, and let one step and all after it fail.
 
-    Steps are "set KEY" in a remote store, and "fsync PATH" and "replace PATH", with the new name,
-    in directories.
+    Steps are "set KEY" in a remote store, and in directories "fsync PATH", "mkdir PATH" and the
+    like, and "replace PATH" with the new name. A function is called with the number of each.
     """
     done: list[str] = []
+    # Chunks are written by several threads; while a step is begun, the others make none.
+    lock = threading.Lock()
 
     def step(what: str) -> None:
         if re.search(on, what):
+            before(len(done), what)
             done.append(what)
             if crash_at is not None and len(done) > crash_at:
                 raise error()
 
-    replace = os.replace
+    def watched(name: str) -> Callable[..., object]:
+        original = getattr(os, name)
+
+        def change(path: Any, *others: Any, **options: Any) -> object:
+            with lock:
+                step(f"{name} {others[0] if name == 'replace' else path}")
+                return original(path, *others, **options)
+
+        return change
+
     original = Remote.set
 
     async def remote_set(self: Any, key: str, value: Any) -> None:
@@ -184,6 +203,32 @@ def steps(crash_at: int | None = None, on: str = "", error: Any = Crash) -> Iter
         patch.setattr(
             os, "fsync", lambda file: step(f"fsync {Path(f'/proc/self/fd/{file}').readlink()}")
         )
-        patch.setattr(os, "replace", lambda old, new: (step(f"replace {new}"), replace(old, new)))
+        for name in ("mkdir", "replace", "rmdir", "unlink"):
+            patch.setattr(os, name, watched(name))
         patch.setattr(Remote, "set", remote_set)
         yield done
+
+
+def kills(
+    source: Any, folder: Path, work: Callable[[], object], every: int, also: str
+) -> tuple[list[str], list[Any]]:
+    """Do some work; return its changes, and copies of a place as kills before them leave it.
+
+    The place, with what lies beside it, is copied into a folder before every so many changes, and
+    before those that match a pattern.
+    """
+    copies: list[Any] = []
+
+    def copy(number: int, change: str) -> None:
+        if number % every and not re.search(also, change):
+            return
+        if isinstance(source, Path):
+            # Another process copies, because its own changes would count here.
+            subprocess.run(["cp", "-r", source.parent, folder / str(number)], check=True)
+            copies.append(folder / str(number) / source.name)
+        else:
+            copies.append(Remote(dict(source._store_dict)))
+
+    with steps(on="^(?!fsync)", before=copy) as changes:
+        work()
+    return changes, copies

@@ -21,16 +21,6 @@ NOT_OF_NETCDF = {
 }
 
 
-@pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
-def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> xr.DataTree:
-    """Gated heads, softmax heads with maps, attributes of all kinds, or several runs."""
-    if request.param in ("tcnn", "vit"):
-        return tcnn_probe.load_example(request.param)
-    path = tmp_path_factory.mktemp("copies") / "run.zarr"
-    record_run(path)
-    return tcnn_probe.open({"a": path, "b": path} if request.param == "runs" else path)
-
-
 def record_run(path: Path, scale: float = 1.0) -> None:
     torch.manual_seed(3)
     sizes = {"img_size": (48, 80), "embed_dim": 24, "depth": 2, "num_classes": 5}
@@ -44,6 +34,22 @@ def record_run(path: Path, scale: float = 1.0) -> None:
             recorder.mark(epoch=epoch, loss=0.5)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a recording with maps, health and attributes of all kinds."""
+    path = tmp_path_factory.mktemp("copies") / "run.zarr"
+    record_run(path)
+    return path
+
+
+@pytest.fixture(params=["tcnn", "vit", "recorded", "runs"])
+def tree(request: pytest.FixtureRequest, run: Path) -> xr.DataTree:
+    """Gated heads, softmax heads with maps, attributes of all kinds, or several runs."""
+    if request.param in ("tcnn", "vit"):
+        return tcnn_probe.load_example(request.param)
+    return tcnn_probe.open({"a": run, "b": run} if request.param == "runs" else run)
+
+
 @pytest.mark.study(but=["vit"])
 def test_every_group_goes_through_netcdf_and_back(tree: xr.DataTree, tmp_path: Path) -> None:
     for number, node in enumerate(tree.subtree):
@@ -55,9 +61,8 @@ def test_every_group_goes_through_netcdf_and_back(tree: xr.DataTree, tmp_path: P
             np.testing.assert_array_equal(copy.attrs[name], value, name)
 
 
-def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
-    record_run(tmp_path / "run.zarr")
-    attrs = xr.open_zarr(tmp_path / "run.zarr").attrs
+def test_attributes_are_stored_in_types_of_netcdf(run: Path) -> None:
+    attrs = xr.open_zarr(run).attrs
     assert {name: attrs[name] for name in ATTRS} == ATTRS
     assert type(attrs["augment"]) is int
     assert "teacher" not in attrs
@@ -67,12 +72,12 @@ def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
 
 @pytest.mark.study
 @pytest.mark.parametrize("selection", [{"epoch": [0]}, {"layer": [1]}, {"head": [0, 2]}])
-def test_a_selection_is_a_recording(selection: dict[str, list[int]], tmp_path: Path) -> None:
-    record_run(tmp_path / "run.zarr")
-    whole = xr.open_zarr(tmp_path / "run.zarr")
-    whole.isel(selection).to_zarr(tmp_path / "part.zarr")
+def test_a_selection_is_a_recording(
+    selection: dict[str, list[int]], run: Path, tmp_path: Path
+) -> None:
+    xr.open_zarr(run).isel(selection).to_zarr(tmp_path / "part.zarr")
     part = tcnn_probe.open(tmp_path / "part.zarr")
-    heads = tcnn_probe.open(tmp_path / "run.zarr")["heads"].to_dataset()
+    heads = tcnn_probe.open(run)["heads"].to_dataset()
     xr.testing.assert_equal(
         part["heads"].to_dataset(), heads.isel(selection, missing_dims="ignore")
     )
@@ -84,18 +89,17 @@ def test_a_selection_is_a_recording(selection: dict[str, list[int]], tmp_path: P
 
 
 @pytest.mark.study
-def test_health_of_one_of_several_runs(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{name}.zarr" for name in ("a", "b")]
-    for path, scale in zip(paths, (1.0, 300.0), strict=True):
-        record_run(path, scale)
+def test_health_of_one_of_several_runs(run: Path, tmp_path: Path) -> None:
+    paths = {"a": run, "b": tmp_path / "b.zarr"}
+    record_run(paths["b"], scale=300.0)
     tree = tcnn_probe.open(paths)
     message = r"one with {}.sel\(run=...\), of \['a', 'b'\]"
     with pytest.raises(ValueError, match=message.format("tree")):
         tcnn_probe.health(tree)
     with pytest.raises(ValueError, match=message.format("ds")):
         tcnn_probe.health(tree["heads"].dataset)
-    for number, path in enumerate(paths):
+    for number, path in enumerate(paths.values()):
         alone = tcnn_probe.health(xr.open_zarr(path), max_logit=1e-3)
-        for run in (tree.isel(run=number), tree["heads"].dataset.isel(run=number)):
-            assert tcnn_probe.health(run, max_logit=1e-3) == alone
+        for part in (tree.isel(run=number), tree["heads"].dataset.isel(run=number)):
+            assert tcnn_probe.health(part, max_logit=1e-3) == alone
         assert len(alone) > 0

@@ -2,14 +2,12 @@
 
 import errno
 import os
-import shutil
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,61 +21,44 @@ from tests.tcnn_probe.storage.tables import (
     assert_holds,
     contents,
     create,
+    kills,
     recording,
     steps,
 )
 
-# These steps change the store; the last one brings the root, or a new folder, to the disk.
-WRITES = r"^replace|^set|^fsync .*/(run.zarr|\d+)$"
 
-
-def copied(source: Any, folder: Path) -> Any:
-    """Return a copy of a place, with what lies beside it."""
-    if isinstance(source, Path):
-        return Path(shutil.copytree(source.parent, folder)) / source.name
-    return Remote(dict(source._store_dict))
-
-
-@pytest.mark.parametrize("kind", ["directory", "remote"])
-@pytest.mark.parametrize("marks", [0, 1])
-def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str, marks: int) -> None:
-    """Both the store that crashed and, as after a kill, another one can continue."""
+@pytest.mark.parametrize(
+    ("kind", "marks", "every"),
+    [("directory", 0, 23), ("directory", 1, 5), ("remote", 0, 13), ("remote", 1, 3)],
+)
+def test_a_mark_that_is_killed_at_any_change_can_be_repeated(
+    tmp_path: Path, kind: str, marks: int, every: int
+) -> None:
     source = Remote() if kind == "remote" else tmp_path / "source" / "run.zarr"
     if marks:
         recording(source)
     else:
         (tmp_path / "source").mkdir()
-    top1 = {0: 0.0} if marks else {}
-    # A first mark has many steps, of which every third is tried.
-    for number in count(step=1 if marks else 3):
-        target = copied(source, tmp_path / str(number))
-        store = create(target)
-        with steps(number, WRITES) as done:
-            try:
-                add(store, marks, 9, top1=9.0, fresh=9.0)
-                break
-            except Crash:
-                # The mark is there but was not announced.
-                landed = marks > 0 and f"replace {target}/zarr.json" in done[:-1]
-        assert store.marks == (*range(marks),)
-        other = copied(target, tmp_path / f"{number} killed")
-        if landed:
-            assert_holds(other, {0: 0, 1: 9}, {"top1": {0: 0.0, 1: 9.0}, "fresh": {1: 9.0}})
-        elif marks:
-            assert_holds(other, [0], {"top1": top1})
+
+    def mark() -> None:
+        add(create(source), marks, 9, top1=9.0, fresh=9.0)
+
+    # A sample of the changes is tried, and the last one, which brings the root.
+    last = {"directory": rf"{source}(/zarr\.json)?$", "remote": r"set zarr\.json$"}[kind]
+    changes, copies = kills(source, tmp_path, mark, every, last)
+    assert re.search(last, changes[-1])
+    assert len(copies) > 3
+    for copy in copies:
+        if marks:
+            assert_holds(copy, [0], {"top1": {0: 0.0}})
         else:
             with pytest.raises(ValueError, match="nothing is there"):
-                open_recording(other)
-        for writer in (store, *(() if landed else (create(other),))):
-            add(writer, marks, fresh=0.5)
-            scalars = {"top1": top1, "fresh": {marks: 0.5}}
-            assert_holds(writer, list(range(marks + 1)), scalars if marks else {"fresh": {0: 0.5}})
-    # Fewer steps would mean that some writes are not counted.
-    assert number >= len(done) > 10
-    # Only a directory has a step after the root, which brings its folder to the disk.
-    assert landed == (kind == "directory" and marks > 0)
-    assert_holds(store, {0: 0, 1: 9} if marks else {0: 9})
-    assert kind == "directory" or ".tcnn_probe.init" not in target._store_dict
+                open_recording(copy)
+        add(create(copy), marks, fresh=0.5)
+        scalars = {"fresh": {marks: 0.5}} | ({"top1": {0: 0.0}} if marks else {})
+        assert_holds(copy, list(range(marks + 1)), scalars)
+    assert_holds(source, {0: 0, 1: 9} if marks else {0: 9})
+    assert kind == "directory" or ".tcnn_probe.init" not in source._store_dict
 
 
 def test_scalar_with_the_name_of_a_variable_recorded_later(tmp_path: Path) -> None:
@@ -88,26 +69,50 @@ def test_scalar_with_the_name_of_a_variable_recorded_later(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "on",
-    # The files are the root, a chunk that is extended, a new array, and a chunk of a new mark.
-    ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/0/.*$"],
+    ("kind", "marks", "on"),
+    [
+        # The files are the root, a chunk that is extended, a new array, and a chunk of a new mark.
+        ("directory", 1, "run.zarr/.zarr.json.partial$"),
+        ("directory", 1, "gate/c/0/0/0$"),
+        ("directory", 1, "fresh/c/0$"),
+        ("directory", 1, "fsync .*saliency/c/0/.*$"),
+        ("directory", 0, "replace .*run.zarr$"),
+        ("remote", 0, "gate/c/0/0/0$"),
+        ("remote", 1, "set zarr.json$"),
+    ],
 )
-def test_full_disk(tmp_path: Path, on: str) -> None:
+def test_full_disk(tmp_path: Path, kind: str, marks: int, on: str) -> None:
     def full() -> OSError:
         return OSError(errno.ENOSPC, "No space left on device")
 
-    store = create(tmp_path / "run.zarr")
-    add(store, 0, top1=0.25)
+    target = Remote() if kind == "remote" else tmp_path / "run.zarr"
+    store = create(target)
+    for mark in range(marks):
+        add(store, mark, top1=0.0)
+    top1 = dict.fromkeys(range(marks), 0.0)
     # The second attempt would fail with another error if the first had left anything behind.
     for _ in range(2):
         with steps(0, on, full), pytest.raises(OSError, match="No space left"):
-            add(store, 1, 9, top1=9.0, fresh=9.0)
-        assert store.marks == (0,)
-        assert_holds(tmp_path / "run.zarr", [0], {"top1": {0: 0.25}})
-    add(store, 1, top1=0.5, fresh=1.0)
+            add(store, marks, 9, top1=9.0, fresh=9.0)
+        assert store.marks == (*range(marks),)
+        if marks:
+            assert_holds(target, [0], {"top1": top1})
+    add(store, marks, top1=0.5, fresh=1.0)
     store.close()
     assert not list(tmp_path.rglob(".*"))
-    assert_holds(tmp_path / "run.zarr", [0, 1], {"top1": {0: 0.25, 1: 0.5}, "fresh": {1: 1.0}})
+    scalars = {"top1": top1 | {marks: 0.5}, "fresh": {marks: 1.0}}
+    assert_holds(target, list(range(marks + 1)), scalars)
+
+
+def test_a_mark_that_is_there_but_was_not_announced_can_be_repeated(tmp_path: Path) -> None:
+    store = create(path := tmp_path / "run.zarr")
+    add(store, 0)
+    with steps(0, "fsync .*run.zarr$"), pytest.raises(Crash):
+        add(store, 1, 9)
+    assert store.marks == (0,)
+    assert_holds(path, {0: 0, 1: 9})
+    add(store, 1)
+    assert_holds(path, [0, 1])
 
 
 def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> None:

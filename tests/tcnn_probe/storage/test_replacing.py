@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +20,14 @@ from tests.tcnn_probe.storage.tables import (
     assert_holds,
     contents,
     create,
+    kills,
     recording,
     steps,
     values,
 )
 
-# Kills happen at every 29th change; TCNN_PROBE_KILL_EVERY=1 tests all changes, in two minutes.
-EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))
+# Kills happen at every 31st change; TCNN_PROBE_KILL_EVERY=1 tests all changes, in a minute.
+EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "31"))
 
 
 def replace(path: Path) -> EpochStore:
@@ -37,56 +37,29 @@ def replace(path: Path) -> EpochStore:
     return store
 
 
-def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Run ``work`` in a process that is killed before a change; return the changes so far."""
-    reader, writer = os.pipe()
-    if pid := os.fork():
-        os.close(writer)
-        with os.fdopen(reader) as changes:
-            names = changes.read().split()
-        assert os.waitpid(pid, 0)[1] == 0
-        return names
-    count = 0
-
-    def counted(name: str, change: Callable[..., object]) -> Callable[..., object]:
-        def changed(*args: object, **options: object) -> object:
-            nonlocal count
-            if count == number:
-                os._exit(0)
-            count += 1
-            os.write(writer, f"{name}\n".encode())
-            return change(*args, **options)
-
-        return changed
-
-    for name in ("mkdir", "rename", "replace", "rmdir", "unlink"):
-        setattr(os, name, counted(name, getattr(os, name)))
-    work()
-    os._exit(0)
-
-
 @pytest.mark.study
 def test_a_kill_at_any_change_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    recording(tmp_path / "whole" / "run.zarr", 2)
-    changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
-    # All changes near the two renamings are tried, and a sample of the others; after them, the old
+    recording(source := tmp_path / "source" / "run.zarr", 2)
+    # All changes around the two renamings are tried, and a sample of the others.
+    renamings = r"^replace .*\.(old|zarr)$"
+    changes, copies = kills(source, tmp_path, lambda: replace(source), EVERY, renamings)
+    swap = changes.index(f"replace {source}")
+    # There are enough changes on both sides for a meaningful sample; after the renamings, the old
     # files are deleted.
-    swap = max(n for n, change in enumerate(changes) if change == "replace")
-    # There are enough changes on both sides for a meaningful sample.
     assert len(changes) > swap + 30 > 60
-    for number in {*range(0, len(changes), EVERY), *range(swap - 2, swap + 4)}:
-        folder = tmp_path / str(number)
-        recording(path := folder / "run.zarr", 2)
-        changes_until(number, lambda path=path: replace(path))
+    old = []
+    for path in copies:
         EpochStore(path)
         if open_recording(path).sizes["epoch"] == 2:
+            old.append(path)
             assert_holds(path, [0, 1])
             replace(path).close()
         assert_holds(path, {0: 9})
         store = create(path)
         store.hold()
         store.close()
-        assert [entry.name for entry in folder.iterdir()] == ["run.zarr"]
+        assert [entry.name for entry in path.parent.iterdir()] == ["run.zarr"]
+    assert old == [path for path in copies if int(path.parent.name) <= swap]
 
 
 @pytest.mark.parametrize(
@@ -195,15 +168,12 @@ def test_recordings_with_files_of_the_user_are_not_replaced(tmp_path: Path, kind
 def test_leftovers_of_a_killed_mark_are_replaced_with_the_recording(tmp_path: Path) -> None:
     """The mark adds arrays, groups and their folders to a recording of scalars."""
 
-    def mark(path: Path, killed_at: int | None) -> list[str]:
-        store = EpochStore(path)
-        store.append(0, {"": Group({}, {})}, {"": {}}, {"top1": 0.5})
-        store.close()
-        return changes_until(killed_at, lambda: add(EpochStore(path), 1, fresh=1.0))
-
-    changes = mark(tmp_path / "whole.zarr", None)
-    assert len(changes) > 60
-    for number in range(0, len(changes), 7):
-        mark(path := tmp_path / f"{number}.zarr", number)
-        replace(path).close()
-        assert_holds(path, {0: 9}, {})
+    path = tmp_path / "scalars" / "run.zarr"
+    store = EpochStore(path)
+    store.append(0, {"": Group({}, {})}, {"": {}}, {"top1": 0.5})
+    store.close()
+    _, copies = kills(path, tmp_path, lambda: add(EpochStore(path), 1, fresh=1.0), 13, "x^")
+    assert len(copies) > 5
+    for copy in copies:
+        replace(copy).close()
+        assert_holds(copy, {0: 9}, {})

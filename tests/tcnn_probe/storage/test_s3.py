@@ -42,21 +42,18 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 
 def test_killed_and_resumed(url: str) -> None:
-    """Two writers are killed at any moment; then plain xarray reads the recording as documented."""
-    chance = random.Random(0)
-    seeds = list[int]()
-    for first in (100, 200):
-        writer = Child(write, url, first, 1000, False)
-        announced = writer.numbers(1)
-        # The wait is long enough for the kill to fall anywhere in one of the next marks.
-        time.sleep(chance.uniform(0, 0.3))
-        announced += writer.end(kill=True)
-        assert announced == list(range(len(seeds), len(seeds) + len(announced)))
-        present = xr.open_zarr(url).sizes["epoch"]
-        assert 0 <= present - announced[-1] - 1 <= 1
-        # The second writer has other values, so that stale objects are noticed.
-        seeds += [first + epoch for epoch in range(len(seeds), present)]
-        assert_holds(url, dict(enumerate(seeds)))
+    """A writer is killed at any moment; then plain xarray reads the recording as documented."""
+    writer = Child(write, url, 100, 1000, False)
+    announced = writer.numbers(1)
+    # The wait is long enough for the kill to fall anywhere in one of the next marks.
+    time.sleep(random.Random(0).uniform(0, 0.3))
+    announced += writer.end(kill=True)
+    assert announced == list(range(len(announced)))
+    present = xr.open_zarr(url).sizes["epoch"]
+    assert 0 <= present - len(announced) <= 1
+    seeds = range(100, 100 + present)
+    assert_holds(url, dict(enumerate(seeds)))
+    # The second writer has other values, so that stale objects are noticed.
     store = create(url)
     add(store, present, 7)
     store.close()
