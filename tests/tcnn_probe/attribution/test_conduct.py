@@ -204,7 +204,7 @@ def test_attribution_is_not_recorded(method: str) -> None:
             model(x)
             if meanwhile:
                 np.testing.assert_array_equal(maps_of(model, x, method), expected)
-                tcnn_probe.faithfulness(model, x, [method], metrics="deletion_auc")
+                tcnn_probe.faithfulness(model, x, [method], metrics="deletion_auc", steps=2)
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())

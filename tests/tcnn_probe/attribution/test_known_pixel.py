@@ -17,7 +17,7 @@ CASES = [
     (kernel, stride, kernel // 2 - shortfall)
     # Kernels are even and odd, and overlap, touch or lie apart; the padding is half the kernel, or
     # one pixel less.
-    for kernel, stride, shortfall in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
+    for kernel, stride, shortfall in itertools.product((4, 7), (2, 4, 7), (0, 1))
 ]
 
 

@@ -178,7 +178,7 @@ def classes(rank: int, folder: Path) -> None:
     """Check that maps of the best classes are of rank 0's images, and entropies of all images."""
     x = pictures(5)
     maps, scores = truth(network(), x)
-    for kind in ("ddp", "fully_shard"):
+    for kind in ("fully_shard",):
         model = wrapped(kind, network()).eval()
         with tcnn_probe.record(model, images=4) as recorder:
             with torch.no_grad():

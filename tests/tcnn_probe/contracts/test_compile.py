@@ -98,7 +98,7 @@ def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, in
     model = compiled(original, way, backend=backend, fullgraph=fullgraph)
     if order and recorder is None:
         recorder = tcnn_probe.record(model if order == "compiled first" else original)
-    for epoch in range(3):
+    for epoch in range(2):
         model.train()
         for _ in range(2):
             model(x).sum().backward()
@@ -126,7 +126,7 @@ def test_training_with_an_evaluation_after_each_epoch(
 ) -> None:
     """Recorded forwards run eagerly, and the others in the same graphs as without a recorder."""
     alone = graphs_and_runs_alone(way, fullgraph)
-    assert alone == (1, 6)
+    assert alone == (1, 4)
     assert graphs_and_runs(way, fullgraph, order) == alone
     assert clean()
 
@@ -165,11 +165,10 @@ def test_compiled_models_are_mapped_explained_and_ablated(way: str, fullgraph: b
         tcnn_probe.attention_maps(m, x, queries="class")["3x5x7"].dataset for m in (model, plain)
     )
     xr.testing.assert_equal(maps, of_plain)
-    for method in ("gradcam", "rollout"):
-        saliency, of_plain = (
-            tcnn_probe.saliency(m, x, method=method, target=1) for m in (model, plain)
-        )
-        xr.testing.assert_equal(saliency, of_plain)
+    saliency, of_plain = (
+        tcnn_probe.saliency(m, x, method="gradcam", target=1) for m in (model, plain)
+    )
+    xr.testing.assert_equal(saliency, of_plain)
     if not (way == "in place" and fullgraph and HAS_COUNT):
         for mode in ("zero", "static"):
             options = {"images": images(seed=1)} if mode == "static" else {}

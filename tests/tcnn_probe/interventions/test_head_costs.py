@@ -68,10 +68,14 @@ def test_first_order_is_exact_where_the_model_is_linear(fused: bool, queries: An
     size = float(total(model(x), None).detach().abs().max())
     assert abs(costs[0] - costs[1]).max() < ROUNDINGS * size
     assert (abs(costs[1]).max(("head", "image")) > 1e-3).all()
-    # Every cost is the norm of a change; that of one image has a standard error of 1 / sqrt(2 *
-    # 100).
-    estimate = tcnn_probe.head_importance(model, x, modes=MODES, directions=100, **options)
-    exact = tcnn_probe.head_costs(model, x, modes=MODES, **options)
+
+
+def test_random_directions_estimate_the_norm_of_the_change() -> None:
+    model, x = OfHeads().double().eval(), torch.randn(5, 3, 24, 40).double()
+    modes = ["uniform", "zero", "local"]
+    estimate = tcnn_probe.head_importance(model, x, modes=modes, directions=100, radius=1)
+    exact = tcnn_probe.head_costs(model, x, modes=modes, radius=1)
+    # The estimate of one image has a standard error of 1 / sqrt(2 * 100).
     np.testing.assert_allclose(estimate, exact, rtol=5 / 200**0.5, atol=1e-9)
 
 

@@ -124,7 +124,9 @@ def test_whole_kernels_cost_what_the_ablation_costs(family: str) -> None:
     assert (model(evaluated) - expected).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["vit", "registers and norms", "convit", "swin with padding", "grouped queries"]
+)
 def test_heads_beside_convolutions_are_recorded_as_before(family: str) -> None:
     model = FAMILIES[family][0]()
     x = torch.randn(4, 3, *model.patch_embed.img_size, dtype=torch.float64)

@@ -51,7 +51,7 @@ def entropies_of(model: Skipping, x: Tensor) -> np.ndarray:
 
 @pytest.mark.study
 @pytest.mark.filterwarnings("ignore:the recording began without these layers:RuntimeWarning")
-@pytest.mark.parametrize("place", ["memory", "directory", "resumed"])
+@pytest.mark.parametrize("place", ["memory", "resumed"])
 def test_layers_that_did_not_run_are_nan_with_the_reason(place: str, tmp_path: Path) -> None:
     """Layers stand in the order in which they ran first;
     earlier marks have no values of them, nor of their maps.
