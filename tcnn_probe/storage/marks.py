@@ -77,7 +77,7 @@ def write_mark(
         ) -> None:
             array = arrays.get(path)
             if array is None:
-                array = _create(top, path, variable, (len(earlier), *sizes), along, before)
+                array = _create(top, path, variable, (len(marks), *sizes), along, before)
             extended.append((array, row))
 
         for path, group in groups.items():
@@ -143,7 +143,9 @@ def _create(
     along: str,
     before: Any = None,
 ) -> zarr.Array[Any]:
-    """Create an array over the marks, with values for those before; None stands for fill values."""
+    """Create an array over the marks, with values for those before the last; None stands for fill
+    values.
+    """
     dtype = np.dtype(variable.dtype)
     fill_value: Any = np.nan if dtype.kind == "f" else -1
     array = top.create_array(
@@ -156,8 +158,8 @@ def _create(
         attributes={key: value for key, value in variable.attrs.items() if value},
         compressors=_COMPRESSED if "image" in variable.dims else _CHECKED,
     )
-    if shape[0]:
-        array[:] = fill_value if before is None else before
+    if shape[0] > 1:
+        array[:-1] = fill_value if before is None else before
     return array
 
 
@@ -196,7 +198,8 @@ def _write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> Non
         shape = array.shape[1:] if row is None else np.shape(row)
         if shape != array.shape[1:]:
             _widen(array, shape)
-        array.resize((length, *shape))
+        if array.shape[0] < length:
+            array.resize((length, *shape))
         value: Any = array.metadata.fill_value if row is None else row
         array[length - 1] = value
 
