@@ -21,6 +21,7 @@ from tests.tcnn_probe.attention.checking import (
     same,
 )
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts import helpers
 
 pytestmark = pytest.mark.numerical
 
@@ -179,9 +180,7 @@ def test_projections_inside_an_attention_are_not_attention_layers() -> None:
     model = of("Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3])().eval()
     images = torch.randn(2, 3, 64, 64)
     hidden_state = model(images).last_hidden_state
-    with tcnn_probe.record(model) as recorder:
-        model(images)
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(model, images)
     assert not recorder.unsupported
     assert len(recorder.layers) == 6
     # The number of layers does not show that they are read correctly, but an edit must change the
@@ -234,9 +233,7 @@ def test_other_tokens_are_not_taken_for_a_class_token(
 ) -> None:
     torch.manual_seed(0)
     model = make().eval()
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, *size))
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(model, torch.randn(2, 3, *size))
     first = recorder.dataset.isel(layer=0)
     assert first.attention_distance.notnull().all()
     assert first.prefix_attention.notnull().all()
@@ -256,9 +253,7 @@ def test_queries_before_a_class_token_hide_it() -> None:
     }
     config = transformers.EomtConfig(**options, num_upscale_blocks=1, num_register_tokens=2)
     model = transformers.EomtForUniversalSegmentation(config).eval()
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 32, 32))
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(model, torch.randn(2, 3, 32, 32))
     known = recorder.dataset.class_entropy.notnull().all("head").sel(epoch=0)
     assert known.values.tolist() == [True, True, False]
     assert recorder.dataset.attention_distance.notnull().all()
@@ -281,9 +276,7 @@ def test_mask_units_that_are_kept_are_unknown() -> None:
     }
     config = transformers.HieraConfig(**options)
     model = transformers.HieraForPreTraining(config).eval()
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 64, 64))
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(model, torch.randn(2, 3, 64, 64))
     missing = recorder.missing["attention_distance"]
     encoder = [layer for layer in recorder.layers if "encoder" in layer]
     assert len(encoder) == 4

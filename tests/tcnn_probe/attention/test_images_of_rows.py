@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import recorded
 
 IMAGES, HEADS, SIZE, PATCH = 5, 3, (28, 44), 4
 GRID = (SIZE[0] // PATCH, SIZE[1] // PATCH)
@@ -147,10 +148,7 @@ def test_maps_are_those_of_the_images_that_reach_the_layer(name: str, fused: boo
         by_batch.append(logits.softmax(-1).mean(2).unflatten(-1, GRID))
     expected = torch.stack(by_batch).detach().numpy()
     model.select = select
-    with tcnn_probe.record(model, images=2 * IMAGES) as recorder, torch.no_grad():
-        for batch in batches:
-            model(batch)
-        recorder.mark(epoch=0)
+    recorder = recorded(model, *batches, images=2 * IMAGES)
     images = recorder.dataset.images.sel(layer="second").values
     assert images == 2 * (IMAGES if shown is None else len(shown))
     if shown is None:
@@ -306,12 +304,10 @@ def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:
     net, images = vit(), F.interpolate(pictures(3), scale_factor=scale)
     model = Step(net, lambda net, x: net(view(x))).eval()
     numbers = []
-    for recorded, batch in ((model, images), (net, view(images))):
-        with tcnn_probe.record(recorded, images=3) as recorder, torch.no_grad():
-            recorded(batch)
-            recorder.mark(epoch=0)
+    for observed, batch in ((model, images), (net, view(images))):
+        recorder = recorded(observed, batch, images=3)
         numbers.append(recorder.dataset)
-        if recorded is model:
+        if observed is model:
             assert MAPS not in recorder.tree
             reasons = set(recorder.missing["class_attention"].values())
             several = "turns each image into several"
@@ -347,12 +343,10 @@ def test_views_or_frames_that_are_embedded_one_by_one_are_images(
     model = Step(net, divided)
     model.time = time
     numbers = []
-    for recorded, images in ((model.eval(), batch), (net, pictures_of_inputs)):
-        with tcnn_probe.record(recorded, images=3) as recorder, torch.no_grad():
-            recorded(images)
-            recorder.mark(epoch=0)
+    for observed, images in ((model.eval(), batch), (net, pictures_of_inputs)):
+        recorder = recorded(observed, images, images=3)
         numbers.append(recorder.dataset)
-        if recorded is model:
+        if observed is model:
             reasons = recorder.missing["attention_distance"]
     joined, expected = numbers
     assert joined.images.sel(epoch=0, layer="time") == 3
@@ -385,10 +379,7 @@ def test_tokens_multiplied_after_the_embedding_count_as_images(name: str) -> Non
     batches = pictures().split([3, 2])
     numbers = []
     for model in (Step(net, multiplied).eval(), net):
-        with tcnn_probe.record(model, images=2) as recorder, torch.no_grad():
-            for batch in batches:
-                model(batch)
-            recorder.mark(epoch=0)
+        recorder = recorded(model, *batches, images=2)
         numbers.append(recorder.dataset)
         if model is not net:
             reasons = set(recorder.missing["class_attention"].values())

@@ -25,7 +25,7 @@ from tcnn_probe.attention import reconstruction
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.reconstruction import discrepancy
 from tests.tcnn_probe.attention.bruteforce import attention_of
-from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
+from tests.tcnn_probe.contracts.helpers import Trace, clean, images, recorded, vit
 from tests.tcnn_probe.oracle import gpsa_attention
 
 
@@ -313,9 +313,8 @@ def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
             assert not torch.allclose(model(x), plain)
             recorder.mark(epoch=0)
         around = recorder.dataset.entropy.load()
-        with stream(), tcnn_probe.record(model) as recorder:
-            model(x)
-            recorder.mark(epoch=0)
+        with stream():
+            recorder = recorded(model, x)
         # Both recorders see the first layer before its edit and later layers after it, so that all
         # statistics agree.
         np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
@@ -410,13 +409,8 @@ def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged(
 def test_an_edited_multihead_attention_is_shown_once() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True).eval()
-    with (
-        torch.no_grad(),
-        tcnn_probe.attention_stream(model, lambda attention: tcnn_probe.HeadEdit([1])),
-        tcnn_probe.record(model) as recorder,
-    ):
-        model(torch.randn(2, 5, 12))
-        recorder.mark(epoch=0)
+    with tcnn_probe.attention_stream(model, lambda attention: tcnn_probe.HeadEdit([1])):
+        recorder = recorded(model, torch.randn(2, 5, 12))
     # The softmax of the edit's own computation must not be recorded as a second attention.
     assert recorder.layers == ("self_attn",)
 

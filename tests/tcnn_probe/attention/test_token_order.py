@@ -18,6 +18,7 @@ from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 from tests.extras import need
 from tests.tcnn_probe.attention.checking import layouts_of
+from tests.tcnn_probe.contracts.helpers import recorded
 
 # The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a
 # pixel apart.
@@ -272,12 +273,9 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     }
     model = transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", **options, **decoder)
     encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        model(torch.randn(2, 3, 40, 40))
-        # The order is drawn anew in each forward, and the result of the first one must hold for the
-        # second.
-        model(torch.randn(2, 3, 40, 40))
-        recorder.mark(epoch=0)
+    # The order is drawn anew in each forward, and the result of the first one must hold for the
+    # second.
+    recorder = recorded(model, *torch.randn(2, 2, 3, 40, 40))
     assert recorder.missing["attention_distance"] == dict.fromkeys(encoder, NOT_IN_ORDER)
     dataset = recorder.dataset.isel(epoch=0)
     assert dataset.entropy.sel(layer=encoder).notnull().all()

@@ -11,7 +11,6 @@ import timm
 import torch
 from torch import nn
 
-import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_probe.attention.gated import gated_attention_of
 from tcnn_probe.attention.layout import Layout, Tokens
@@ -80,11 +79,8 @@ def test_many_tokens() -> None:
 
 
 def test_mean_over_images_of_different_sizes() -> None:
-    with tcnn_probe.record(Chain()) as recorder, torch.no_grad():
-        for size in ((1, 2, 5, 11), (3, 2, 7, 5)):
-            recorder._model(torch.randn(size))
-        with pytest.warns(RuntimeWarning, match="images of several sizes"):
-            recorder.mark(epoch=0)
+    with pytest.warns(RuntimeWarning, match="images of several sizes"):
+        recorder = recorded(Chain(), torch.randn(1, 2, 5, 11), torch.randn(3, 2, 7, 5))
     # There is one image of 7 x 13 keys and three of 9 x 7, with a padding of 1.
     expected = (math.log(7 * 13) + 3 * math.log(9 * 7)) / 4
     assert float(recorder.dataset.uniform_entropy.sel(layer="near").item()) == pytest.approx(
@@ -156,15 +152,13 @@ def vit(patch: int) -> nn.Module:
         (lambda: vit(10), 3, [None]),
         # 12 x 18 patches in windows, and 6 x 9 after they are merged.
         (swin, 3, [4, 4, 8]),
-        # On the pixels themselves, between 12 x 12 queries further apart.
-        (lambda: nn.Sequential(GPSA(2, 5, 3, padding=1, stride=(4, 6))), 2, [1]),
+        # On the pixels themselves, between 6 x 8 queries further apart.
+        (lambda: nn.Sequential(GPSA(2, 5, 3, padding=1, stride=(8, 9))), 2, [1]),
     ],
     ids=["patches", "padded", "windows", "pixels"],
 )
 def test_side_of_a_cell(make: Any, channels: int, sides: list[float | None]) -> None:
-    with tcnn_probe.record(make().eval()) as recorder, torch.no_grad():
-        recorder._model(torch.randn(3, channels, 48, 72))
-        recorder.mark(epoch=0)
+    recorder = recorded(make().eval(), torch.randn(3, channels, 48, 72))
     got = recorder.dataset.cell_pixels.values[0]
     np.testing.assert_array_equal(got, np.array(sides, dtype=float))
     missing = [*recorder.missing.get("cell_pixels", {})]

@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import timm
-import torch
 from timm.layers.halo_attn import HaloAttn
 from timm.models.gcvit import GlobalContextVit
 from timm.models.nest import Nest
@@ -14,7 +13,6 @@ from timm.models.twins import Twins
 from timm.models.volo import VOLO
 from torch import nn
 
-import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import (
     Family,
@@ -24,6 +22,7 @@ from tests.tcnn_probe.attention.checking import (
     windows_last,
 )
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
 
 pytestmark = pytest.mark.numerical
 
@@ -211,15 +210,9 @@ def test_maps_of_shifted_windows() -> None:
         reference.layer: reference.weights.unflatten(0, (4, -1)).numpy()
         for reference in attention_of(model, images)
     }
-    with tcnn_probe.record(model, images=[0, 3]) as recorder, torch.no_grad():
-        # Batches have 1 and 3 images, so that the images with maps are in different batches.
-        for batch in images.split([1, 3]):
-            model(batch)
-        recorder.mark(epoch=0)
-        groups = [
-            child.to_dataset().isel(epoch=0).load()
-            for child in recorder.tree["maps"].children.values()
-        ]
+    # Batches have 1 and 3 images, so that the images with maps are in different batches.
+    recorder = recorded(model, *images.split([1, 3]), images=[0, 3])
+    groups = [group.dataset.isel(epoch=0) for group in recorder.tree["maps"].children.values()]
     maps_of_layers = {
         layer: maps.sel(layer=layer) for maps in groups for layer in maps.layer.values
     }

@@ -13,16 +13,11 @@ import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.probes.layer_health import TOKEN_KINDS
-from tests.tcnn_probe.attention.bruteforce import (
-    attention_of,
-    distances,
-    entropy,
-    grid,
-    mask_of,
-)
-from tests.tcnn_probe.attention.checking import layouts_of
+from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, entropy, grid, mask_of
+from tests.tcnn_probe.attention.checking import expect, layouts_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
+from tests.tcnn_probe.probes.test_health import grid_kinds
 from tests.tcnn_probe.probes.test_segment_attention import SEGMENTS, brute_force
 
 WIDTH, HEADS = 15, 3
@@ -144,64 +139,39 @@ def test_joint_blocks_equal_brute_force(
     inputs = tuple(
         x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     )
-    # One recording has all probes that read segments, which must agree on the kinds of tokens.
-    recorder = recorded(model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"])
-    references = attention_of(model, *inputs)
-    assert (
-        [reference.layer for reference in references]
-        == [*recorder.layers]
-        == ["blocks.0", "blocks.1"]
-    )
     lengths = {"text": inputs[0].shape[1], "class": 1, "patch": ROWS * COLUMNS}
     kinds = [name for name in order for _ in range(lengths[name])]
-    places = [
-        place
-        for name in order
-        for place in (grid(ROWS, COLUMNS) if name == "patch" else [None] * lengths[name])
-    ]
+    # Tokens are recorded in this order of their kinds.
+    places = [i for kind in ("class", "text", "patch") for i, k in enumerate(kinds) if k == kind]
+    kinds = [kinds[i] for i in places]
+    words_first = grid(ROWS, COLUMNS, prefix=len(kinds) - ROWS * COLUMNS)
+    layout = Layout(
+        words_first,
+        words_first,
+        class_query="class" in order,
+        arrange=lambda weights, images: weights[..., places, :][..., places][:, None],
+    )
+    # One recording has all probes that read segments, which must agree on the kinds of tokens.
+    recorder = recorded(model, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"])
+    references = attention_of(model, *inputs)
+    layers = ["blocks.0", "blocks.1"]
+    assert [reference.layer for reference in references] == [*recorder.layers] == layers
     ds = recorder.dataset.isel(epoch=0)
+    expect(ds.load(), references, dict.fromkeys(layers, layout), images=2)
     shares = recorder.tree["segments"].segment_attention.isel(epoch=0)
     assert shares.query_segment.values.tolist() == SEGMENTS
+    kinds_of_sinks = np.array([*kinds[: -ROWS * COLUMNS], *grid_kinds(ROWS, COLUMNS)])
     for reference in references:
-        layer = {"layer": reference.layer}
-        weights = reference.weights.numpy()
-        mask = mask_of(reference.logits.numpy()[:, None])
-        real = mask.queries[:, 0]
-        patches = [place is not None for place in places]
-        # In float64, sums of some twenty shares err by 1e-15, and sharpened logits by 1e-13, far
-        # below 1e-9.
+        weights = layout.weights(reference, 2)[:, 0]
+        logits = layout.arrange(reference.logits, 2).numpy()
+        real = mask_of(logits).queries[:, 0]
+        of_layer = {"layer": reference.layer}
         np.testing.assert_allclose(
-            ds.entropy.sel(layer), mask.mean(entropy(weights[:, None])), atol=1e-9
+            shares.sel(of_layer), brute_force(weights, kinds, kinds, real), atol=1e-9
         )
-        np.testing.assert_allclose(
-            ds.attention_distance.sel(layer),
-            mask.mean(distances(weights[:, None], places, places), patches),
-            atol=1e-9,
-        )
-        np.testing.assert_allclose(
-            shares.sel(layer), brute_force(weights, kinds, kinds, real), atol=1e-9
-        )
-        assert ("class_entropy" in ds) == ("class" in order)
-        if "class" in order:
-            row = weights[:, :, kinds.index("class")]
-            np.testing.assert_allclose(ds.class_entropy.sel(layer), entropy(row).mean(0), atol=1e-9)
-        expected = np.zeros((HEADS, len(TOKEN_KINDS)))
-        for b in range(2):
-            for h in range(HEADS):
-                sink = int(weights[b, h, real[b]].mean(0).argmax())
-                kind = kinds[sink]
-                if kind == "patch":
-                    y, x = places[sink]
-                    kind = "inner" if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1 else "border"
-                # Each of the two images contributes a half.
-                expected[h, TOKEN_KINDS.index(kind)] += 0.5
-        np.testing.assert_allclose(
-            variable_of(recorder, "sink_kind").sel(layer).isel(epoch=0), expected
-        )
-
-
-def variable_of(recorder: tcnn_probe.Recorder, name: str) -> Any:
-    return next(node.dataset[name] for node in recorder.tree.subtree if name in node.dataset)
+        sinks = (weights * real[:, None, :, None]).sum(2).argmax(-1)
+        expected = (kinds_of_sinks[sinks][..., None] == np.array(TOKEN_KINDS)).mean(0)
+        np.testing.assert_allclose(ds.sink_kind.sel(of_layer), expected)
 
 
 class Towers(nn.Module):

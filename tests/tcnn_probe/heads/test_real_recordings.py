@@ -1,6 +1,5 @@
 """Types of heads in recordings of attention that is made for each type."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +11,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tcnn_model
 import tcnn_probe
+from tests.tcnn_probe.contracts import helpers
 
 
-def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Dataset:
-    with tcnn_probe.record(model, path) as recorder, torch.no_grad():
-        model(torch.randn(size, generator=torch.Generator().manual_seed(0)))
-        recorder.mark(epoch=0)
-    return recorder.dataset if path is None else xr.open_zarr(path)
+def recorded(model: nn.Module, *size: int) -> xr.Dataset:
+    images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return helpers.recorded(model, images).dataset
 
 
 @pytest.mark.study
-def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
+def test_heads_of_a_tcnn_start_convolutional_and_change() -> None:
     """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values,
     and then other parameters.
     """
@@ -39,7 +37,7 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         first.gating[2:5] = -3.0
         # New queries and keys have products near zero, so that attention is uniform.
         first.query.unflatten(0, (9, -1))[4] *= 1e5
-    ds = recorded(model, *size, path=tmp_path / "run.zarr")
+    ds = recorded(model, *size)
     # A low gate alone does not make a content head. Sharp queries and keys depend on content and on
     # the padding.
     expected = [conv] * 2 + ["averaging"] * 2 + ["mixed"] + [conv] * 4
@@ -129,10 +127,8 @@ def test_types_from_8_and_from_64_images_agree() -> None:
     images = torch.randn(64, 3, 80, 112, generator=generator)
     types = []
     for count in (8, 64):
-        with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
-            model(images[:count])
-            recorder.mark(epoch=0)
-        types.append(tcnn_probe.head_types(recorder.dataset).values)
+        dataset = helpers.recorded(model.eval(), images[:count]).dataset
+        types.append(tcnn_probe.head_types(dataset).values)
     assert {"averaging", "content"} <= {*types[0].flat}
     # Heads near a threshold may change their type: up to three of 60.
     assert (types[0] == types[1]).mean() >= 0.95

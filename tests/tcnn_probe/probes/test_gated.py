@@ -141,10 +141,7 @@ def test_layer_called_twice_on_inputs_of_different_sizes_changed_by_a_hook() -> 
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
         layer_inputs = [x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())]
-        with tcnn_probe.record(model) as recorder:
-            model(small)
-            model(large)
-            recorder.mark(epoch=0)
+        recorder = recorded(model, small, large)
     parts = [gpsa_statistics(layer, x) for x in layer_inputs]
     assert_layer(
         recorder.dataset,

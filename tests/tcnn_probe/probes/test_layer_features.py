@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import reparameterize
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts import helpers
 from tests.tcnn_probe.probes.scattered_models import images, scattered
 
 FLOAT16 = 2.0**-11  # the relative rounding error
@@ -121,9 +122,7 @@ def test_features_of_layers_with_channels_last() -> None:
         model(x)
     for axis, expected in ((-1, x.mean((1, 2))), (1, x.mean((2, 3)))):
         probe = tcnn_probe.features("0", 5, channel_axis=axis)
-        with tcnn_probe.record(model, probes=probe) as recorder:
-            model(x)
-            recorder.mark(epoch=0)
+        recorder = helpers.recorded(model, x, probes=probe)
         # Features are stored as float16, with a relative rounding error of 2^-11.
         np.testing.assert_allclose(
             recorder.tree["features"].feature[0, 0, :, 0],
@@ -132,25 +131,18 @@ def test_features_of_layers_with_channels_last() -> None:
             atol=1e-6,
         )
     narrow = nn.Sequential(nn.Conv2d(3, 7, 1)).eval()
-    with tcnn_probe.record(narrow, probes=tcnn_probe.features("0", 5)) as recorder:
-        narrow(images(5, 7, 9))
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(narrow, images(5, 7, 9), probes=tcnn_probe.features("0", 5))
     assert recorder.tree["features"].sizes["channel"] == 7
 
 
-def test_accepted_forms_of_layers_and_images(tmp_path: Path) -> None:
+def test_accepted_forms_of_layers_and_images() -> None:
     """Layers may be names, globs or RegNet's stages, and images may be NumPy integers."""
     model = nn.Sequential()
     for name in ("s1", "a[1]"):
         model.add_module(name, nn.Conv2d(3, 3, 1))
     for layers, names in (("a[1]", ["a[1]"]), (None, ["s1"])):
         probe = tcnn_probe.features(layers, np.arange(3), tokens=[5])
-        with (
-            tcnn_probe.record(model.eval(), tmp_path / f"{layers}.zarr", probes=probe) as recorder,
-            torch.no_grad(),
-        ):
-            model(torch.randn(5, 3, 2, 3))
-            recorder.mark(epoch=0)
+        recorder = helpers.recorded(model.eval(), torch.randn(5, 3, 2, 3), probes=probe)
         assert recorder.tree["features"].layer.values.tolist() == names
         assert recorder.tree["features"]["image"].values.tolist() == [0, 1, 2]
     assert tcnn_probe.features(images=np.int64(2)).images == (0, 1)

@@ -6,27 +6,23 @@ import numpy as np
 import pytest
 import timm
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
 
 # The queries are the middle and a corner in the last column, which begins below 1.
 QUERIES = [(0.5, 0.5), (0.0, 0.99)]
 
 
-def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
-    with (
-        tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder,
-        torch.no_grad(),
-    ):
-        # Batches are uneven, so the plain mean of the batch means would be wrong.
-        for batch in x.split([3, 2]):
-            model(batch)
-        recorder.mark(epoch=0)
-    return recorder
+def means(model: nn.Module, x: Tensor) -> xr.Dataset:
+    # Batches are uneven, so the plain mean of the batch means would be wrong.
+    recorder = recorded(model, *x.split([3, 2]), probes=tcnn_probe.mean_attention(QUERIES))
+    return recorder.tree["mean-attention"].dataset.isel(epoch=0)
 
 
 def test_mean_attention_of_a_vit_with_a_class_token() -> None:
@@ -34,7 +30,7 @@ def test_mean_attention_of_a_vit_with_a_class_token() -> None:
     options = {"img_size": (48, 80), "depth": 2, "embed_dim": 12, "num_heads": 3}
     model = sharpen(timm.create_model("vit_tiny_patch16_224", **options)).eval()
     x = torch.randn(5, 3, 48, 80)
-    recording = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
+    recording = means(model, x)
     assert recording["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
     assert (recording.images == 5).all()
     for reference in attention_of(model, x):  # the grid is 3 x 5, after a class token
@@ -53,7 +49,7 @@ def test_mean_attention_of_gated_layers() -> None:
     # The gate is about a quarter and the content sharp, so that both parts contribute.
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
-    mean = recorded(nn.Sequential(layer).eval(), x).tree["mean-attention"].mean_attention[0, 0]
+    mean = means(nn.Sequential(layer).eval(), x).mean_attention[0]
     # The axes are (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
     # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the

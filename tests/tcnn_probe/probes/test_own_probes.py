@@ -118,9 +118,8 @@ def test_two_probes_may_want_the_same_submodules() -> None:
 
     about = {"mean": variable()}
     probes = [OfPart(kind, about, nn.Sequential, measure=mean) for kind in ("one", "two")]
-    with tcnn_probe.record(model, probes=probes) as recorder, torch.no_grad():
-        model(X)
-        recorder.mark(epoch=0)
+    recorder = helpers.recorded(model, X, probes=probes)
+    with torch.no_grad():
         truth = model[:2](X).mean() + model[:3](X).mean()
     for kind in ("one", "two"):
         np.testing.assert_allclose(recorder.tree[kind].to_dataset()["mean"], [[truth]], rtol=1e-5)
