@@ -6,6 +6,7 @@ is by digit image, so neither a digit nor a fragment of it is seen both in train
 validation.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -139,16 +140,13 @@ def cluttered_digits(
         raise ValueError(
             f"expected a limit of 40 digits or more, so that both splits have all ten, got {limit}"
         )
-    data = load_digits()
+    images, labels = _all_digits()
     train, validation = train_test_split(
-        range(len(data.target))[:limit],
+        range(len(labels))[:limit],
         test_size=0.25,
         random_state=seed,
-        stratify=data.target[:limit],
+        stratify=labels[:limit],
     )
-    # scikit-learn's pixels are from 0 to 16.
-    images = torch.tensor(data.images, dtype=torch.float32) / 16
-    labels = torch.tensor(data.target)
     return (
         ClutteredDigits(images[train], labels[train], size=size, fragments=fragments),
         ClutteredDigits(
@@ -165,10 +163,17 @@ def plain_digits(*, training: bool) -> tuple[Tensor, Tensor]:
     """Return four fifths of the digits, without clutter,
     or the others: images (N, 1, 8, 8) in [-1, 1], and labels.
     """
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    labels = torch.tensor(data.target)
+    images, labels = _all_digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     border = len(order) * 4 // 5
     part = order[:border] if training else order[border:]
-    return images[part], labels[part]
+    return 2 * images[part, None] - 1, labels[part]
+
+
+# Studies of many networks ask for the digits twice for each, and scikit-learn reads a text file.
+@cache
+def _all_digits() -> tuple[Tensor, Tensor]:
+    """Return all digits: images (N, 8, 8) in [0, 1], and labels."""
+    data = load_digits()
+    # scikit-learn's pixels are from 0 to 16.
+    return torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)

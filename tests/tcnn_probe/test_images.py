@@ -125,11 +125,11 @@ def test_evaluation_transforms_pictures_for_the_model(
     labels = model.eval()(expected).argmax(1)
     attacked = tcnn_probe.evaluation.fgsm(model, pixels.clamp(0, 1), labels)
     options = {"corruptions": (), "attacks": ()}
-    for name, picture in as_people_have_them(tmp_path).items():
+    for picture in (tmp_path / "china.png", ARRAY[None]):
         ds = tcnn_probe.evaluation.robustness(model, picture, labels, **options)
-        assert ds.clean_correct.values.all(), name
+        assert ds.clean_correct.values.all()
         same = tcnn_probe.evaluation.fgsm(model, picture, labels)
-        torch.testing.assert_close(same, attacked, msg=name)
+        torch.testing.assert_close(same, attacked)
 
 
 def test_models_with_different_crops_are_refused(model: nn.Module) -> None:
@@ -151,17 +151,14 @@ def test_pictures_for_functions_keep_their_size() -> None:
         tcnn_probe.evaluation.robustness(scores, two, [0, 1], **plain)
 
 
-def test_saliency_is_drawn_over_its_own_pictures(
-    model: nn.Module, expected: Tensor, tmp_path: Path
-) -> None:
+def test_saliency_is_drawn_over_its_own_pictures(model: nn.Module, expected: Tensor) -> None:
     drawn = (expected[0] - expected.min()) / (expected.max() - expected.min())
-    for name, picture in as_people_have_them(tmp_path).items():
-        maps = tcnn_probe.saliency(model, picture)
-        for saved in (maps, maps.to_dataset(name="class_attention")):
-            axes = tcnn_probe.plot.saliency_overlay(saved, picture)
-            shown = axes[0, 0].images[0].get_array()
-            np.testing.assert_allclose(shown, drawn.permute(1, 2, 0), atol=1e-6, err_msg=name)
-            plt.close("all")
+    maps = tcnn_probe.saliency(model, ARRAY)
+    for saved in (maps, maps.to_dataset(name="class_attention")):
+        axes = tcnn_probe.plot.saliency_overlay(saved, Image.fromarray(ARRAY))
+        shown = axes[0, 0].images[0].get_array()
+        np.testing.assert_allclose(shown, drawn.permute(1, 2, 0), atol=1e-6)
+        plt.close("all")
     maps = tcnn_probe.saliency(model, expected)
     with pytest.raises(ValueError, match="how these pictures were cut"):
         tcnn_probe.plot.saliency_overlay(maps, ARRAY)

@@ -2,12 +2,14 @@
 and the comparison of models.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from PIL import Image
 from torch import Tensor
 
@@ -41,21 +43,22 @@ def write(path: Path, grey: int, size: int) -> None:
     Image.fromarray(np.full((size, size, 3), grey, np.uint8)).save(path, "PNG")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write two corruptions at five severities of six images in three classes,
     and seven clean images in ``val``.
     """
+    folder = tmp_path_factory.mktemp("imagenet")
     for corruption in CORRUPTIONS:
         for severity in range(1, 6):
             for file in FILES:
-                path = tmp_path / "c" / corruption / str(severity) / file
+                path = folder / "c" / corruption / str(severity) / file
                 write(path, level(file, corruption, severity), 224)
     # The extra image comes first, and would shift clean images against corrupted ones that are
     # matched by number.
     for number, file in enumerate([EXTRA, *FILES]):
-        write(tmp_path / "val" / file, 20 * number, 31)
-    return tmp_path
+        write(folder / "val" / file, 20 * number, 31)
+    return folder
 
 
 def by_grey(factor: int) -> Callable[[Tensor], Tensor]:
@@ -75,7 +78,7 @@ def predicted(grey: Tensor | int, factor: int) -> Tensor | int:
 MODELS = {"cnn": by_grey(1), "tcnn": by_grey(3)}
 
 
-def classify(root: Path, **options: object) -> object:
+def classify(root: Path, **options: object) -> xr.Dataset:
     return imagenet_c(
         MODELS,
         root / "c",
@@ -86,8 +89,13 @@ def classify(root: Path, **options: object) -> object:
     )
 
 
-def test_every_decision_equals_that_of_a_loop(root: Path) -> None:
-    ds = classify(root, clean=root / "val", size=17)
+@pytest.fixture(scope="module")
+def results(root: Path) -> xr.Dataset:
+    return classify(root, clean=root / "val", size=17)
+
+
+def test_every_decision_equals_that_of_a_loop(results: xr.Dataset) -> None:
+    ds = results
     assert ds.file.values.tolist() == FILES
     assert ds.label.values.tolist() == [CLASSES[file[:9]] for file in FILES]
     assert ds.group.values.tolist() == ["noise", "weather"]
@@ -110,13 +118,12 @@ def test_every_decision_equals_that_of_a_loop(root: Path) -> None:
     assert 0 < right.mean() < 1
 
 
-def test_models_are_compared_image_by_image(root: Path) -> None:
-    ds = classify(root, clean=root / "val", size=17)
-    better = evaluation.improvement(ds, "cnn", "severity", relative=False)
+def test_models_are_compared_image_by_image(results: xr.Dataset) -> None:
+    better = evaluation.improvement(results, "cnn", "severity", relative=False)
     assert better.interval.notnull().all()
-    pairs = evaluation.disagreement(ds, by="group")
+    pairs = evaluation.disagreement(results, by="group")
     assert "ground truth" in pairs.model.values
-    axes = tcnn_probe.plot.robustness(ds, baseline="cnn", by="group")
+    axes = tcnn_probe.plot.robustness(results, baseline="cnn", by="group")
     assert [text.get_text() for text in axes.get_xticklabels()] == [
         "clean",
         "noise",
@@ -124,11 +131,10 @@ def test_models_are_compared_image_by_image(root: Path) -> None:
     ]
 
 
-@pytest.mark.study
-def test_mean_corruption_error_with_published_errors(root: Path) -> None:
+def test_mean_corruption_error_with_published_errors(results: xr.Dataset) -> None:
     """The sums of published errors over severities are five times their means."""
     published = {"fog": 0.7, "shot_noise": 0.9, "clean": 0.4}
-    ds = classify(root, clean=root / "val", size=17)
+    ds = results
     result = evaluation.mean_corruption_error(ds, published)
     for model in MODELS:
         clean = 1 - ds.clean_correct.sel(model=model).values.mean()
@@ -144,8 +150,8 @@ def test_mean_corruption_error_with_published_errors(root: Path) -> None:
         mean = result.mean_corruption_error.sel(model=model)
         assert float(mean) == pytest.approx(np.mean(ratios))
     assert result.attrs["baseline"] == "published errors"
-    assert "clean_accuracy" not in classify(root)
-    without = evaluation.mean_corruption_error(classify(root), published)
+    without_clean = ds.drop_vars([name for name in ds if "clean" in name])
+    without = evaluation.mean_corruption_error(without_clean, published)
     assert sorted(without) == sorted(n for n in result if "relative" not in str(n))
     with pytest.raises(ValueError, match=r"severities 1 to 5, .*, got \[1, 5\]"):
         evaluation.mean_corruption_error(ds.sel(severity=[1, 5]), published)
@@ -162,7 +168,12 @@ def test_published_errors_are_those_of_alexnet() -> None:
     assert evaluation.ALEXNET_ERRORS["gaussian_noise"] == pytest.approx(mean, abs=1e-9)
 
 
-def test_folders_that_do_not_fit_are_refused(root: Path) -> None:
+def test_clean_images_are_optional(root: Path) -> None:
+    assert "clean_accuracy" not in classify(root, severities=[1])
+
+
+def test_folders_that_do_not_fit_are_refused(root: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(root, tmp_path / "imagenet")
     (root / "val" / FILES[3]).unlink()
     with pytest.raises(ValueError, match=f"lacks 1: {FILES[3]}"):
         classify(root, clean=root / "val")

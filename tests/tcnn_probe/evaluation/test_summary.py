@@ -81,9 +81,8 @@ def test_relative_interval_contains_what_a_t_test_does_not_reject(
     baseline, ours = np.concatenate([pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]).T
     # Fieller's interval is found by trying every ratio.
     ratios = np.linspace(0.2, 4, 2001)
-    compatible = [
-        ratio for ratio in ratios if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05
-    ]
+    tests = stats.ttest_1samp(ours - ratios[:, None] * baseline, 0, axis=1)
+    compatible = ratios[tests.pvalue >= 0.05]
     # The ratios are 0.0019 apart.
     np.testing.assert_allclose(interval, [min(compatible) - 1, max(compatible) - 1], atol=0.002)
 
