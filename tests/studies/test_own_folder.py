@@ -23,6 +23,7 @@ from common.folder import open_folder
 from common.models import own_model
 from common.output import InputError, ended
 from tcnn_probe import evaluation
+from tests.crafted import Crafted
 
 
 def flat(folder: Path) -> None:
@@ -127,22 +128,12 @@ def test_classifiers_of_the_users_own_weights(
         own_model(options(num_classes=1), ["a", "b"])
 
 
-class _Crafted:
-    """Object that runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.parametrize("legacy", [True, False])
 def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
     """A file with more than weights is refused,
     also with timm 1.0.20, which would load everything in it.
     """
-    state = {"fc.weight": torch.zeros(3, 2), "crafted": _Crafted(tmp_path / "ran")}
+    state = {"fc.weight": torch.zeros(3, 2), "crafted": Crafted(tmp_path / "ran")}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(InputError, match=r"a\.pt' holds no weights: "):
         own_model(options(pretrained=str(tmp_path / "a.pt")), ["a", "b"])

@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -21,6 +20,7 @@ from torch import nn
 import tcnn_model
 import tcnn_probe
 from tcnn_probe.command_line import main
+from tests.crafted import Crafted
 
 LAYERS = ["layer4.0.conv1", "layer4.0.conv2"]
 
@@ -315,32 +315,35 @@ def test_bad_arguments_are_refused_in_a_sentence(
     assert error.count("\n") == 1
 
 
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "noise.png"
+    matplotlib.image.imsave(path, np.random.default_rng(0).random((60, 90, 3)))
+    return str(path)
+
+
 @pytest.mark.parametrize(
-    "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "2"]]
+    "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "1"]]
 )
-def test_maps_of_a_picture(
-    options: list[str],
+def test_maps_of_a_picture(options: list[str], picture: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "maps.png")
+    name = ["maps", "test_vit", picture, "-o", out, "--random"]
+    assert main([*name, "--layers", "blocks.5.*", *options]) == 0
+    # A figure of a single colour has a standard deviation of zero.
+    assert matplotlib.image.imread(out).std() > 0.05
+
+
+def test_maps_that_cannot_be_drawn(
+    picture: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A figure is drawn for a model's name and an image file,
-    with the weights of a checkpoint or none.
-    """
-    torch.manual_seed(0)
-    picture = tmp_path / "noise.png"
-    out = tmp_path / "maps.png"
-    noise = np.random.default_rng(0).random((60, 90, 3))
-    matplotlib.image.imsave(picture, noise)
-    name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out)]
-    layer = ["--layers", "blocks.11.*"]
-    assert main([*name, "--random", *layer, *options]) == 0
-    drawn = matplotlib.image.imread(out)
-    # A figure of a single colour has a standard deviation of zero.
-    assert drawn.std() > 0.05
+    out = str(tmp_path / "maps.png")
+    name = ["maps", "test_vit", picture, "-o", out]
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
-    misspelt = ["maps", "deit_tiny_patch16_22", str(picture), "-o", str(out)]
+    misspelt = ["maps", "deit_tiny_patch16_22", picture, "-o", out]
     assert main(misspelt) == 2
     assert "did you mean deit_tiny_patch16_224?" in capsys.readouterr().err
 
@@ -352,30 +355,17 @@ def test_maps_of_a_picture(
     assert "--weights FILE), or use random ones (--random)" in capsys.readouterr().err
 
 
-def test_maps_as_an_interactive_page(tmp_path: Path) -> None:
-    picture = tmp_path / "noise.png"
+def test_maps_as_an_interactive_page(picture: str, tmp_path: Path) -> None:
     out = tmp_path / "maps.html"
-    noise = np.random.default_rng(0).random((60, 90, 3))
-    matplotlib.image.imsave(picture, noise)
-    name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out), "--random"]
-    assert main([*name, "--layers", "blocks.11.*", "--heads", "0", "2"]) == 0
+    name = ["maps", "test_vit", picture, "-o", str(out), "--random"]
+    assert main([*name, "--layers", "blocks.5.*", "--heads", "0", "1"]) == 0
     about = re.search('id="about">(.*?)</script>', out.read_text(encoding="utf-8"))
     assert about is not None
     (layer,) = json.loads(about[1])["layers"]
-    assert layer["name"] == "blocks.11.attn"
-    assert layer["heads"] == [0, 2]
-    # A side has 224 / 16 patches.
-    assert layer["maps"]["attention"]["queries"] == [14, 14]
-
-
-class _Crafted:
-    """An object that runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
+    assert layer["name"] == "blocks.5.attn"
+    assert layer["heads"] == [0, 1]
+    # A side has 160 / 16 patches.
+    assert layer["maps"]["attention"]["queries"] == [10, 10]
 
 
 def test_maps_with_weights_of_a_file(
@@ -405,7 +395,7 @@ def test_maps_with_weights_of_a_file(
     # torch has two file formats, which are read by different code.
     for legacy in (True, False):
         torch.save(
-            {"state_dict": _Crafted(ran)},
+            {"state_dict": Crafted(ran)},
             weights,
             _use_new_zipfile_serialization=not legacy,
         )

@@ -175,12 +175,6 @@ def test_ablation_takes_arrays(model: nn.Module, expected: Tensor) -> None:
     torch.testing.assert_close(scores[1], scores[2])
 
 
-def test_a_photograph_in_three_lines(model: nn.Module) -> None:
-    maps = tcnn_probe.attention_maps(model, Image.fromarray(ARRAY), queries=[(32, 32)])
-    figure = tcnn_probe.plot.attention_maps(maps)
-    assert len(figure.axes) == 1 + 2
-
-
 def test_a_picture_for_a_model_of_one_channel() -> None:
     model = timm.create_model("resnet18", in_chans=1, num_classes=3)
     cfg = model.pretrained_cfg

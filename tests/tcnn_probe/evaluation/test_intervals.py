@@ -176,8 +176,8 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
     ("draw", "count", "truth"),
     [
         *((proportion, count, 0.94) for count in (8, 32, 400)),
-        *((few_discordant, count, 0.02) for count in (16, 32, 200)),
-        *((skewed, count, 0.2) for count in (16, 64, 200)),
+        *((few_discordant, count, 0.02) for count in (16, 200)),
+        *((skewed, count, 0.2) for count in (16, 200)),
         *((exponential, count, 1.0) for count in (16, 48)),
         *((log_normal, count, 1.0) for count in (24, 48)),
         *((of_seeds, count, 0.0) for count in (32, 200)),

@@ -122,7 +122,6 @@ def test_the_query_of_an_image_is_boxed_on_each_layers_grid(strided: bool) -> No
     [
         (1, {}),
         (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"}),
-        (25, {}),
         # 25 heads are those of a 5 x 5 convolution, the most that one row needed so far.
         (25, {"image": torch.rand(3, 40, 56)}),
     ],

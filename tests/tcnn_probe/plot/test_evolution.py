@@ -1,14 +1,11 @@
 """Evolution by head: the lines, their colours, and the labels of the axes."""
 
 import itertools
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import timm
-import torch
 import xarray as xr
 from matplotlib.colors import to_rgba
 
@@ -236,24 +233,6 @@ def test_scores_of_runs_form_a_band() -> None:
     ax = tcnn_probe.plot.evolution(scores.isel(epoch=[0]), plt.figure().subplots())
     # The band of a single mark has no area.
     assert ax.collections[0].get_linewidth() > 0
-
-
-def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
-    for seed, layers in enumerate((2, 3)):
-        vit = timm.create_model(
-            "vit_tiny_patch16_224", img_size=(32, 48), depth=layers, embed_dim=24
-        ).eval()
-        path = tmp_path / f"seed{seed}.zarr"
-        with tcnn_probe.record(vit, path) as recorder, torch.no_grad():
-            vit(torch.randn(2, 3, 32, 48))
-            recorder.mark(epoch=0, top1=seed / 7)
-    tree = tcnn_probe.open([tmp_path / "seed0.zarr", tmp_path / "seed1.zarr"])
-    ax = tcnn_probe.plot.evolution(tree["heads"].entropy)
-    assert len(ax.collections) == 3
-    ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
-    (band,) = ax.collections[0].get_paths()
-    # The score of the second run was marked as seed / 7.
-    assert band.vertices[:, 1].max() == 1 / 7
 
 
 def test_a_narrow_figure_has_its_legend_below_and_thin_lines() -> None:

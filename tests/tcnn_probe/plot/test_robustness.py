@@ -5,7 +5,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
@@ -154,6 +153,15 @@ def test_clean_images_come_first_and_attacks_last() -> None:
     assert axes.get_ylabel() == "accuracy\n(lines: standard error over images)"
 
 
+def test_a_selected_corruption_has_its_bars() -> None:
+    ds = measured(corruptions=2).isel(corruption=1)
+    drawn = heights(tcnn_probe.plot.robustness(ds, by="corruption"))
+    for model, name in enumerate(MODELS):
+        np.testing.assert_allclose(
+            drawn[name], [ds.clean_correct[model].mean(), ds.correct[model].mean()]
+        )
+
+
 def test_improvement_over_a_baseline_is_paired_by_image() -> None:
     ds = measured(plain=True)
     separate = plt.figure().subplots()
@@ -216,43 +224,6 @@ def test_names_as_long_as_timms_fit_beside_each_other(by: Any) -> None:
     for axes in (left, right):
         assert axes.get_position().width > 0.3
         assert axes.get_position().height > 0.2
-
-
-def test_stored_results_of_robustness_can_be_drawn(tmp_path: Any) -> None:
-    def by_brightness(images: torch.Tensor) -> torch.Tensor:
-        mean = images.mean((1, 2, 3))
-        return torch.stack([0.5 - mean, mean - 0.5], 1)
-
-    models = {
-        "mine": by_brightness,
-        "blind": lambda images: 0 * by_brightness(images) + torch.tensor([0.0, 1.0]),
-    }
-    images = torch.rand(7, 3, 17, 19, generator=torch.Generator().manual_seed(0))
-    # Images go from dark to bright, so that a threshold in the middle is right about some.
-    images = (images * torch.linspace(0.5, 1.5, 7).view(-1, 1, 1, 1)).clamp(0, 1)
-    options: dict[str, Any] = {
-        "corruptions": ["contrast", "gaussian_noise"],
-        "severities": (1, 3),
-        "attacks": "fgsm",
-    }
-    measured = evaluation.robustness(
-        models, images, [0, 0, 0, 1, 1, 1, 1], normalization=((0,), (1,)), **options
-    )
-    measured.to_zarr(tmp_path / "robustness.zarr", consolidated=False)
-    ds = xr.open_zarr(tmp_path / "robustness.zarr", consolidated=False)
-    axes = tcnn_probe.plot.robustness(ds, by="corruption")
-    expected = [
-        ds.clean_accuracy,
-        *ds.accuracy.mean(["severity", "seed"]).transpose("corruption", "model"),
-    ]
-    for place, values in enumerate(expected):
-        np.testing.assert_allclose(
-            [heights(axes)[name][place] for name in ("mine", "blind")], values
-        )
-    single = tcnn_probe.plot.robustness(
-        ds.isel(corruption=1), plt.figure().subplots(), by="corruption"
-    )
-    np.testing.assert_allclose(heights(single)["mine"][1], ds.correct[0, 1].mean())
 
 
 def test_bad_arguments_are_refused() -> None:

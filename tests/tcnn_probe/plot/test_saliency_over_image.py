@@ -78,16 +78,6 @@ def test_the_outline_follows_the_mask() -> None:
     np.testing.assert_allclose(points.max(0), [11, 4])
 
 
-def test_two_lines_plot_a_users_own_model() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
-    )
-    images = torch.randn(2, 3, 11, 13)
-    maps = tcnn_probe.saliency(model, images, method="input_x_gradient", progress=False)
-    axes = tcnn_probe.plot.saliency_overlay(maps, images)
-    assert [panel.get_title() for panel in axes[0]] == ["image", "input x gradient"]
-
-
 def test_bad_arguments_are_refused() -> None:
     overlay = tcnn_probe.plot.saliency_overlay
     maps = some_maps()
