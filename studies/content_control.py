@@ -105,7 +105,7 @@ def train(run: Run, dose: float, args: argparse.Namespace, output: RunOutput) ->
     torch.manual_seed(0)
     tail = Tail(ResNet20(CHANNELS // 4, VALUES), 1).eval()
     options = PROTOCOL | {"qk_sum": 3.0, "map_sum": 30.0}
-    options |= {"steps": args.steps, "batch_size": 64, "amp": True}
+    options |= {"steps": args.steps, "batch_size": args.batch_size, "amp": True}
     # Single heads are not ablated.
     options |= {"head_images": 0}
     scenes = Scenes(args.scenes, args.test_scenes, dose)
@@ -297,7 +297,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         small_option("few scenes and steps, one dose, 20 seconds"),
     ]
     args = parse_options(__doc__, "content_control", arguments, {"runs": options})
-    args.scenes, args.test_scenes = (320, 40) if args.small else (45_000, 10_000)
+    args.scenes, args.test_scenes = (96, 16) if args.small else (45_000, 10_000)
+    args.batch_size = 16 if args.small else 64
     return args
 
 
