@@ -257,14 +257,3 @@ def test_every_study_has_its_row_and_its_page() -> None:
     assert [name for name in names if f"`python studies/{name}.py`" not in rows] == []
     assert [name for name in names if f"](pages/{name}.md" not in rows] == []
     assert {page.stem for page in studies.glob("pages/*.md")} - names <= {"photographs"}
-
-
-def test_registry_names_in_the_readme() -> None:
-    for name in (
-        "t_resnetrs50",
-        "t_resnetrs350",
-        "t_resnet50d",
-        "t_resnet200d",
-        "t_resnet50",
-    ):
-        assert timm.is_model(name)
