@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.equations import gpsa_attention_reference
+from tests.tcnn_model.equations import gpsa_attention_reference
 
 __all__ = [
     "gpsa_attention",
@@ -59,18 +59,7 @@ def gpsa_attention(layer: GPSA, x: Tensor) -> Tensor:
     """Return the attention of ``layer``, (B, heads, N_query, N_key), in float64;
     keys include the padding.
     """
-    return gpsa_attention_reference(
-        _double(x),
-        query=_double(layer.query),
-        key=_double(layer.key),
-        locality_strength=_alpha(layer),
-        center=_double(layer.center),
-        gating=_double(layer.gating),
-        kernel_size=layer.kernel_size,
-        stride=layer.stride,
-        padding=layer.padding,
-        dilation=layer.dilation,
-    )
+    return gpsa_attention_reference(layer, _double(x), locality_strength=_alpha(layer)).detach()
 
 
 def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:

@@ -1,6 +1,4 @@
-"""The layer against the equations of the paper, which tcnn_model.gpsa.equations computes slowly."""
-
-from typing import Any
+"""The layer against the equations of the paper, computed slowly in float64."""
 
 import pytest
 import torch
@@ -9,9 +7,9 @@ from torch import Tensor
 from tcnn_model import GPSA
 from tcnn_model.gpsa import blocks
 from tcnn_model.gpsa import layer as gpsa_layer
-from tcnn_model.gpsa.equations import gpsa_attention_reference, gpsa_reference
 from tcnn_model.gpsa.functional import Backend
 from tests.tcnn_model.cases import Case, every_case
+from tests.tcnn_model.equations import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.numerics import (
     LargestTensor,
     assert_same,
@@ -23,29 +21,6 @@ from tests.tcnn_model.numerics import (
 pytestmark = pytest.mark.numerical
 
 
-def _reference_arguments(layer: GPSA) -> dict[str, Any]:
-    return {
-        "query": layer.query,
-        "key": layer.key,
-        "locality_strength": layer.locality_strength,
-        "center": layer.center,
-        "gating": layer.gating,
-        "stride": layer.stride,
-        "padding": layer.padding,
-        "dilation": layer.dilation,
-    }
-
-
-def _reference_output(layer: GPSA, x: Tensor) -> Tensor:
-    projection = {
-        "weight": layer.weight,
-        "bias": layer.bias,
-        "value": layer.value,
-        "groups": layer.groups,
-    }
-    return gpsa_reference(x, **projection, **_reference_arguments(layer))
-
-
 @every_case
 @pytest.mark.parametrize("backend", ["auto", "blocks"])
 def test_output_attention_and_gradients_are_those_of_the_paper(
@@ -54,12 +29,9 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
     layer = disturb(case.gpsa(backend=backend))
     x = random(2, layer.in_channels, *case.grid).requires_grad_()
     output = layer(x).flatten(2)
-    expected = _reference_output(layer, x)
+    expected = gpsa_reference(layer, x)
     assert_same(output, expected)
-    attention = gpsa_attention_reference(
-        x, kernel_size=layer.kernel_size, **_reference_arguments(layer)
-    )
-    assert_same(layer.attention(x), attention)
+    assert_same(layer.attention(x), gpsa_attention_reference(layer, x))
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
 
 
@@ -88,36 +60,12 @@ def test_depthwise_layers_weight_the_values_first(
         output = layer(x).flatten(2)
     # Tensors stay smaller than the outputs of all heads, for both images.
     assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2
-    expected = _reference_output(layer, x)
+    expected = gpsa_reference(layer, x)
     assert_same(output, expected)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
     # A hook needs the output of each head, which this path never computes otherwise.
     with layer.head_outputs.register_forward_hook(lambda *_: None):
         assert_same(layer(x).flatten(2), expected)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("backend", ["dense", "blocks"])
-def test_gradients_match_finite_differences(groups: int, backend: Backend) -> None:
-    torch.manual_seed(0)
-    geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
-    layer = GPSA(2, 2, (1, 2), **geometry, qk_dim=3, backend=backend, dtype=torch.float64)
-    disturb(layer)
-    names, parameters = zip(*layer.named_parameters(), strict=True)
-
-    def forward(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    x = random(1, 2, 2, 5).requires_grad_()
-    assert torch.autograd.gradcheck(forward, (x, *parameters))
-
-
-def test_rows_of_attention_sum_to_one() -> None:
-    layer = disturb(GPSA(5, 3, (3, 5), stride=2, padding=(1, 2), dtype=torch.float64))
-    attention = layer.attention(random(2, 5, 7, 11)).detach()
-    assert attention.shape == (2, 15, 4 * 6, 9 * 15)
-    assert_same(attention.sum(-1), torch.ones(2, 15, 24, dtype=torch.float64))
-    assert float(attention.min()) >= 0
 
 
 def test_padding_gets_positional_attention_only() -> None:

@@ -3,15 +3,14 @@ in float64 for the same narrow inputs.
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.equations import gpsa_reference
 from tests.tcnn_model.dense import terms
+from tests.tcnn_model.equations import gpsa_reference
 from tests.tcnn_model.numerics import assert_rounding, disturb, random, relative_error
 
 pytestmark = pytest.mark.numerical
@@ -24,14 +23,7 @@ def _layer() -> GPSA:
 
 
 def _reference(layer: GPSA, x: Tensor) -> Tensor:
-    parameters = {name: p for name, p in layer.named_parameters() if name != "raw_locality"}
-    geometry: dict[str, Any] = {
-        "stride": layer.stride,
-        "padding": layer.padding,
-        "dilation": layer.dilation,
-    }
-    output = gpsa_reference(x, locality_strength=layer.locality_strength, **parameters, **geometry)
-    return output.reshape(len(x), layer.out_channels, -(-x.shape[2] // 2), x.shape[3])
+    return gpsa_reference(layer, x).unflatten(2, (-(-x.shape[2] // 2), x.shape[3]))
 
 
 @torch.no_grad()

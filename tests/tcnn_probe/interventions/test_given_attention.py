@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import tcnn_model
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tcnn_probe.images import as_images
 from tcnn_probe.interventions.references import AttentionReference
+from tests.tcnn_model.equations import gpsa_attention_reference
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
 from tests.tcnn_probe.interventions.ablations import chain_images
@@ -112,9 +112,6 @@ def gated_layer() -> SimpleNamespace:
     nn.init.normal_(layer.value)
     x = torch.randn(4, 4, 5, 7).double()
     references = torch.randn(REFERENCE_IMAGES, 4, 5, 7).double()
-    names = ("query", "key", "center", "gating", "locality_strength")
-    parameters: Any = {name: getattr(layer, name).detach() for name in names}
-    parameters |= {"kernel_size": (2, 3), "stride": (2, 1), "padding": (1, 1)}
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
     taps = nn.Linear(1, 1)
     taps.weight = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1))
@@ -123,8 +120,8 @@ def gated_layer() -> SimpleNamespace:
         layer=layer,
         images=x,
         references=references,
-        attention=gpsa_attention_reference(x, **parameters),
-        of_references=gpsa_attention_reference(references, **parameters),
+        attention=gpsa_attention_reference(layer, x).detach(),
+        of_references=gpsa_attention_reference(layer, references).detach(),
         values=values[:, None].expand(-1, 6, -1, -1),
         taps=taps,
     )

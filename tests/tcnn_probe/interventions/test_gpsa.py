@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers, reparameterize
-from tcnn_model.gpsa.equations import gpsa_attention_reference, gpsa_reference
 from tcnn_model.gpsa.functional import attend
+from tests.tcnn_model.equations import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.numerics import assert_rounding
 from tests.tcnn_probe.networks import Chain, scatter
 
@@ -28,6 +28,7 @@ def layer(**options: object) -> GPSA:
     return scatter(gpsa, seed=3)
 
 
+@torch.no_grad()
 def by_hand(
     gpsa: GPSA,
     x: Tensor,
@@ -42,30 +43,15 @@ def by_hand(
         The output and the sums of its absolute terms, shape (2, B, C_out, N_query).
     """
     wide = copy.deepcopy(gpsa).double()
-    weight = wide.weight.detach().clone()
+    weight = wide.weight.clone()
     for head in range(wide.heads):
         if heads is not None and head not in heads:
             # Each head is a tap of the 2 x 3 kernel.
             weight[:, :, head // 3, head % 3] = 0
-    parameters = {
-        name: getattr(wide, name).detach() for name in ("query", "key", "value", "center", "gating")
-    }
-    parameters["locality_strength"] = wide.locality_strength.detach()
-    parameters |= changed
-    geometry: dict[str, Any] = {"stride": wide.stride, "padding": wide.padding}
-    offset = wide.bias.detach() if bias and wide.bias is not None else None
-    exact = gpsa_reference(
-        x.double(),
-        weight=weight,
-        bias=offset,
-        groups=wide.groups,
-        **parameters,
-        **geometry,
-    )
-    value = parameters.pop("value")
-    attention = gpsa_attention_reference(
-        x.double(), kernel_size=wide.kernel_size, **parameters, **geometry
-    )
+    offset = wide.bias if bias else None
+    exact = gpsa_reference(wide, x.double(), weight=weight, bias=offset, **changed)
+    attention = gpsa_attention_reference(wide, x.double(), **changed)
+    value = changed.get("value", wide.value)
     top, left = wide.padding
     padded = nn.functional.pad(x.double().abs(), (left, left, top, top))
     mixed = attention @ padded.flatten(2).mT[:, None] @ value.abs().mT
