@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from tcnn_model import Axis, gpsa
-from tests.tcnn_model.dense import EXTREMES, NAMES, Case, assert_as_the_equations
+from tests.tcnn_model.dense import EXTREMES, Case, assert_as_the_equations
 
 CASES = {
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 1, 1, 3), 2, 7, 33, batch=2),
@@ -48,18 +47,3 @@ def test_block_sizes_of_the_gpu(dtype: torch.dtype) -> None:
 def test_extreme_gates_and_positions(name: str) -> None:
     case = EXTREMES[name]
     assert_as_the_equations(on_kernels, case.inputs(torch.float32), case.y, case.x)
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_gradients_match_finite_differences() -> None:
-    """The check takes a random direction of each argument;
-    test_kernels_equal_the_equations covers every element.
-    """
-    case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
-    tensors = case.inputs()
-
-    def function(*arguments: Tensor) -> Tensor:
-        return on_kernels(*arguments, y=case.y, x=case.x)
-
-    assert list(tensors) == list(NAMES)
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
