@@ -179,29 +179,3 @@ def test_earlier_stages_are_unstrided(name: str) -> None:
     """An earlier stage at stride 1 leaves the later ones on a grid twice as large."""
     layers, strides = EARLIER[name]
     _assert_unstrided(build(name).double(), strides, random(1, 3, 64, 96), layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("name", "block", "grid"),
-    [
-        ("resnet50d", "layer4.0", (5, 7)),
-        ("resnetaa50", "layer4.0", (4, 6)),  # the CNN itself refuses odd sizes
-        ("convnext_tiny", "stages.3.downsample.1", (6, 4)),
-        ("tf_efficientnetv2_s", "blocks.5.0.conv_dw", (6, 4)),
-    ],
-)
-@torch.no_grad()
-def test_unit_contains_the_strided_grid(name: str, block: str, grid: tuple[int, int]) -> None:
-    """After the first block of the last stage,
-    every second pixel is the output of the strided block.
-
-    A "same" convolution of an even image starts at its second pixel.
-    """
-    cnn = build(name).double()
-    phase = 1 if name.startswith("tf_") else 0
-    strided = cnn.get_submodule(block)
-    unit = reparameterize(cnn, **SHARP).get_submodule(block)
-    first = next(m for m in strided.modules() if isinstance(m, nn.Conv2d))
-    x = random(1, first.in_channels, *grid)
-    assert unit(x).shape[-2:] == grid
-    assert_same(unit(x)[:, :, phase::2, phase::2], strided(x))

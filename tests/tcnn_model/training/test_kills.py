@@ -42,9 +42,7 @@ def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kill_at_change(number: int, settings: Config) -> None:
-    """Train, and kill this process at a change of a file:
-    2 n kills it before change n, and 2 n + 1 afterwards.
-    """
+    """Train, and kill this process before a change of a file."""
     changes = iter(range(10**6))
 
     def killing(change: Callable[..., None]) -> Callable[..., None]:
@@ -53,8 +51,6 @@ def _kill_at_change(number: int, settings: Config) -> None:
                 # As after SIGKILL, neither finally blocks nor exit handlers run.
                 os._exit(9)
             change(*names, **options)
-            if next(changes) == number:
-                os._exit(9)
 
         return changed
 
@@ -72,8 +68,8 @@ def _files(run: Path) -> list[str]:
 def test_files_are_consistent_after_a_kill_at_any_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A run is killed before and after each replacement
-    or removal of a file, and then resumed to its end.
+    """A run is killed before each replacement or removal of a file,
+    when the file beside it is written, and then resumed to its end.
     """
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
     complete = finish(config(tmp_path / "whole", **one_epoch))
@@ -105,7 +101,7 @@ def test_files_are_consistent_after_a_kill_at_any_change(
         )
         assert "best in epoch 1: 0.5000" in capfd.readouterr().err
     # Such a run replaces or removes at least nine files; with fewer kills, a change was not seen.
-    assert kills >= 2 * 9
+    assert kills >= 9
 
 
 def test_later_of_two_equal_epochs_is_the_best(

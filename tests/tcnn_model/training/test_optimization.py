@@ -8,7 +8,7 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from tcnn_model import GPSA, gpsa_layers, parameter_groups
+from tcnn_model import GPSA, parameter_groups
 from tcnn_model.training.optimization import set_drop_path
 from tests.tcnn_model.numerics import on_meta
 from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
@@ -56,22 +56,6 @@ def test_queries_and_keys_may_have_their_own_rate() -> None:
     assert {separate[name] for name in moved} == {(5e-3, 0.07)}
     # A CNN has no queries, so qk_lr must not change the training of the control.
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
-
-
-def test_group_names() -> None:
-    model = tiny_tcnn()
-    assert {group["name"] for group in parameter_groups(model)} == {
-        "gates",
-        "decayed",
-        "undecayed",
-    }
-    for layer in gpsa_layers(model).values():
-        layer.gating.requires_grad_(False)
-    for ungated in (model, tiny_cnn()):
-        assert {group["name"] for group in parameter_groups(ungated)} == {
-            "decayed",
-            "undecayed",
-        }
 
 
 def test_a_single_layer_is_a_model() -> None:
