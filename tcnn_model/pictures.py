@@ -1,7 +1,6 @@
 """Pictures of any depth and orientation as upright RGB images of eight bits."""
 
 import os
-import stat
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
         OSError: The file does not exist, or is not a picture.
         ValueError: The range of its values is unknown.
     """
-    # Opening a named pipe would block until another process writes to it.
-    if not stat.S_ISREG(Path(path).stat().st_mode):
-        raise OSError(f"{path} is not a regular file")
     # Pillow maps a file that is opened by name into memory, with height for width if a TIFF lies on
     # its side.
     with Path(path).open("rb") as file, Image.open(file) as picture:

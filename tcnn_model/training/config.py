@@ -515,8 +515,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    # ValueError: not TOML, or not UTF-8. RecursionError: thousands of nested tables.
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not TOML, or not UTF-8
         raise ValueError(f"cannot read the settings in {path}: {error}") from error
 
 

@@ -2,7 +2,6 @@
 and unreadable images are named.
 """
 
-import os
 import shutil
 import struct
 import tarfile
@@ -367,17 +366,6 @@ def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
         ),
     ):
         _batches(set(range(24)), 0, tmp_path)
-
-
-def test_named_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
-    data = _folder(tmp_path)
-    (data / "train" / "cat" / "3.png").unlink()
-    # Opening a pipe that nobody writes to would block for ever.
-    os.mkfifo(data / "train" / "cat" / "3.png")
-    train, _ = open_sources(str(data), "", ("train", "validation"))
-    index = next(number for number in range(len(train)) if train.name(number).endswith("cat/3.png"))
-    with pytest.raises(OSError, match="not a regular file"):
-        train.read(index)
 
 
 def test_command_prints_the_error_in_one_line(tmp_path: Path, refusal: Callable[..., str]) -> None:
