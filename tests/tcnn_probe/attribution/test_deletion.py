@@ -1,10 +1,13 @@
 """Deletion and insertion curves by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import tcnn_probe
 from tcnn_probe.attribution import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.deletion import pixel_order
 from tcnn_probe.attribution.pixels import background
@@ -18,9 +21,9 @@ TARGETS = [2, 0, 1]
 
 @torch.no_grad()
 def by_hand(
-    model: Linear, start: Tensor, end: Tensor, steps: int
+    model: Linear, start: Tensor, end: Tensor, steps: int, score: str = "softmax"
 ) -> tuple[list[float], list[list[float]]]:
-    """Compute the curve of one image pixel by pixel, the most salient first."""
+    """Compute the curves pixel by pixel, the most salient first."""
     curves = []
     for image in range(3):
         pixels = sorted(np.ndindex(7, 11), key=lambda at: -float(MAPS[image][at]))
@@ -32,9 +35,13 @@ def by_hand(
                 y, x = pixels[done]
                 now[:, y, x] = end[image][:, y, x]
                 done += 1
-            scores = (model.weight * now).sum((1, 2, 3)) + model.bias
-            probabilities = scores.exp() / scores.exp().sum()
-            curve.append(float(probabilities[TARGETS[image]]))
+            logits = (model.weight * now).sum((1, 2, 3)) + model.bias
+            scores = {
+                "logit": logits,
+                "sigmoid": 1 / (1 + (-logits).exp()),
+                "softmax": logits.exp() / logits.exp().sum(),
+            }
+            curve.append(float(scores[score][TARGETS[image] % len(logits)]))
         curves.append(curve)
     return [round(step * 77 / steps) / 77 for step in range(steps + 1)], curves
 
@@ -64,6 +71,20 @@ def test_deletion_by_hand(steps: int, batch_size: int, baseline: float | Tensor)
     heights = np.array(curves)
     areas = (heights[:, 1:] + heights[:, :-1]) / 2 @ np.diff(shares)
     np.testing.assert_allclose(area_under(*result), areas, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["logit", "sigmoid"])
+@pytest.mark.parametrize("classes", [1, 3])
+def test_deletion_measures_the_score(score: Any, classes: int) -> None:
+    model = Linear(classes)
+    target = torch.tensor(TARGETS) % classes
+    expected = by_hand(model, IMAGES, torch.zeros_like(IMAGES), 3, score)
+    curves = deletion_curve(model, IMAGES, MAPS, target, steps=3, score=score)
+    np.testing.assert_allclose(curves[1], expected[1], rtol=1e-12)
+    ds = tcnn_probe.faithfulness(model, IMAGES, {"mine": MAPS}, target, score=score, steps=3)
+    areas = area_under(*curves)
+    np.testing.assert_allclose(ds.deletion_auc.sel(attribution="mine"), areas, rtol=1e-12)
+    assert ds.deletion_auc.range == ("0 to 1" if score == "sigmoid" else "any number")
 
 
 def test_insertion_by_hand() -> None:

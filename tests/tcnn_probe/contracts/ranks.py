@@ -97,15 +97,15 @@ def values(rank: int, folder: Path) -> None:
                     "rank 0 has the recording",
                 )
         assert clean()
-        if kind != "fsdp":
-            model = wrapped(kind, vit()).train()
-            with tcnn_probe.record(model, when="train") as recorder:
-                # There are two steps before a mark, so that images count twice.
-                for _ in range(2):
-                    model(images_of_rank(x, rank)).sum().backward()
-                recorder.mark(epoch=0)
-                if rank == 0:
-                    assert recorder.dataset.images.values.tolist() == [[10, 10]], kind
+    for kind in ("ddp", "fully_shard"):
+        model = wrapped(kind, vit()).train()
+        with tcnn_probe.record(model, when="train") as recorder:
+            # There are two steps before a mark, so that images count twice.
+            for _ in range(2):
+                model(images_of_rank(x, rank)).sum().backward()
+            recorder.mark(epoch=0)
+            if rank == 0:
+                assert recorder.dataset.images.values.tolist() == [[10, 10]], kind
 
 
 def resume(rank: int, folder: Path) -> None:
@@ -152,7 +152,7 @@ def parameters(rank: int, folder: Path) -> None:
         alone(x)
         recorder.mark(epoch=0)
     expected = recorder.dataset
-    for kind in ("ddp", "fully_shard", "fsdp"):
+    for kind in ("fully_shard", "fsdp"):
         model = wrapped(kind, Chain()).eval()
         with tcnn_probe.record(model) as recorder:
             with torch.no_grad():
@@ -178,24 +178,21 @@ def classes(rank: int, folder: Path) -> None:
     """Check that maps of the best classes are of rank 0's images, and entropies of all images."""
     x = pictures(5)
     maps, scores = truth(network(), x)
-    for kind in ("fully_shard",):
-        model = wrapped(kind, network()).eval()
-        with tcnn_probe.record(model, images=4) as recorder:
-            with torch.no_grad():
-                model(images_of_rank(x, rank))
-            recorder.mark(epoch=0)
-            if rank == 0:
-                ds = classes_of(recorder.tree).isel(epoch=0)
-                # Rank 0 has three of the four requested images, and the fourth stays empty.
-                assert ds.class_index.isel(**{"class": 0}).values.tolist() == [
-                    *scores[:3].argmax(1),
-                    -1,
-                ], kind
-                best = torch.tensor(maps[range(3), scores[:3].argmax(1)]).float()
-                attention = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
-                torch.testing.assert_close(attention, best, rtol=0, atol=1e-5)
-                entropy = -(maps * np.log(maps)).sum(-1).mean()
-                assert abs(float(recorder.dataset.class_entropy.squeeze()) - entropy) < 1e-4, kind
+    model = wrapped("fully_shard", network()).eval()
+    with tcnn_probe.record(model, images=4) as recorder:
+        with torch.no_grad():
+            model(images_of_rank(x, rank))
+        recorder.mark(epoch=0)
+        if rank == 0:
+            ds = classes_of(recorder.tree).isel(epoch=0)
+            # Rank 0 has three of the four requested images, and the fourth stays empty.
+            best = scores[:3].argmax(1)
+            assert ds.class_index.isel(**{"class": 0}).values.tolist() == [*best, -1]
+            attention = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
+            expected = torch.tensor(maps[range(3), best]).float()
+            torch.testing.assert_close(attention, expected, rtol=0, atol=1e-5)
+            entropy = -(maps * np.log(maps)).sum(-1).mean()
+            assert abs(float(recorder.dataset.class_entropy.squeeze()) - entropy) < 1e-4
 
 
 def errors(rank: int, folder: Path) -> None:

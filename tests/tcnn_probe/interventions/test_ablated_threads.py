@@ -2,7 +2,6 @@
 and every model is restored.
 """
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -197,10 +196,7 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 @pytest.mark.study
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models run in three threads, for 50 forwards,
-    or as many as TCNN_PROBE_FORWARDS says.
-    """
-    forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
+    """Three models run in three threads, for 25 forwards each."""
     sys.setswitchinterval(1e-4)  # threads switch often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
     # Maps take a forward per image, so all three threads run as many forwards.
@@ -218,35 +214,22 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
         )
 
     jobs: list[tuple[Callable[[nn.Module], Tensor], nn.Module, int]]
-    jobs = [
-        (logits, ablated, forwards),
-        (logits, recorded, forwards),
-        (maps, attributed, forwards // len(x)),
-    ]
+    jobs = [(logits, ablated, 25), (logits, recorded, 25), (maps, attributed, 1)]
     equal = []
     with (
         tcnn_probe.ablate(ablated, {"blocks.0.attn": [0, 2]}),
         tcnn_probe.record(recorded) as recorder,
     ):
-        alone = [run_one(model) for run_one, model, _ in jobs]
+        alone = [job(model) for job, model, _ in jobs]
         recorder.mark(epoch=0)
 
-        def work(
-            run_one: Callable[[nn.Module], Tensor],
-            model: nn.Module,
-            times: int,
-            expected: Tensor,
-        ) -> None:
-            equal.extend(torch.equal(run_one(model), expected) for _ in range(times))
+        def work(number: int) -> None:
+            job, model, times = jobs[number]
+            equal.extend(torch.equal(job(model), alone[number]) for _ in range(times))
 
-        run(
-            [
-                threading.Thread(target=work, args=(*job, expected))
-                for job, expected in zip(jobs, alone, strict=True)
-            ]
-        )
+        run([threading.Thread(target=work, args=(number,)) for number in range(3)])
         recorder.mark(epoch=1)
-    assert equal == [True] * sum(times for *_, times in jobs)
+    assert equal == [True] * 51
     first, second = recorder.dataset.entropy.values
     # Statistics are summed in the order in which threads bring the images.
     np.testing.assert_allclose(second, first, rtol=1e-6)

@@ -200,12 +200,7 @@ def test_convolved_heads_stand_in_a_recording_as_convolutions(
         assert recorder.unsupported == {}
     before, after, small = recordings
     first = {"layer": "blocks.0.attn"}
-    other, convolved = first | {"head": 1}, first | {"head": [0, 2]}
-    for name in ("selectivity", "offset_information", "entropy", "attention_distance"):
-        xr.testing.assert_allclose(before[name].sel(other), after[name].sel(other))
-    # In the first layer the inputs are the same, so that T is that of the attention before.
-    offset = after.offset_information.sel(convolved)
-    xr.testing.assert_allclose(offset, before.offset_information.sel(convolved), atol=0.02)
+    convolved = first | {"head": [0, 2]}
     for ds in (after, small):
         xr.testing.assert_allclose(
             ds.selectivity.sel(convolved),

@@ -153,9 +153,4 @@ def test_ablated_models_are_explained() -> None:
         plain = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn"):
             ablated = tcnn_probe.saliency(model, x, target=1, method=method)
-        with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
-            replaced = tcnn_probe.saliency(model, x, target=1, method=method)
-        # This is ten times the tolerance below.
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
-        # Heads replaced by themselves change the result only by rounding in float32.
-        assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

@@ -20,32 +20,19 @@ IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 def test_every_variable_is_described() -> None:
     ds = recorded(Chain(), IMAGES).dataset
-    units = {
-        "gate": "1",
-        "locality_strength": "cell-2",
-        "attention_span": "cell2",
-        "mean_squared_radius": "cell2",
-        "center_y": "cell",
+    names = {
+        "1": ["gate", "max_logit", "images", "nonfinite_images", "translation_equivariance"],
+        "cell": ["center_y", "center_x", "attention_distance", "uniform_distance"],
+        "cell2": ["attention_span", "mean_squared_radius"],
+        "cell-2": ["locality_strength"],
+        "pixel": ["cell_pixels"],
+        "nat": [
+            *("entropy", "content_entropy", "positional_entropy", "uniform_entropy"),
+            *("content_information", "content_part_information", "uniform_content_entropy"),
+            *(ANATOMY.keys() - {"translation_equivariance"}),
+        ],
     }
-    units |= {
-        "center_x": "cell",
-        "attention_distance": "cell",
-        "uniform_distance": "cell",
-        "cell_pixels": "pixel",
-    }
-    units |= {
-        "max_logit": "1",
-        "images": "1",
-        "nonfinite_images": "1",
-        "translation_equivariance": "1",
-    }
-    units |= dict.fromkeys(
-        ("content_information", "content_part_information", "uniform_content_entropy"), "nat"
-    )
-    units |= dict.fromkeys(ANATOMY, "nat") | {"translation_equivariance": "1"}
-    units |= dict.fromkeys(
-        ("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat"
-    )
+    units = {name: unit for unit, of_unit in names.items() for name in of_unit}
     assert ds.coords.keys() - ds.dims == {"uniform_distance", "cell_pixels"}
     ds = ds.reset_coords()
     assert {name: array.units for name, array in ds.data_vars.items()} == units
