@@ -72,9 +72,9 @@ CALLS = {
             "key_padding_mask": padding.double() * -3,
         },
     ),
-    # These 16 keys are not a class token and 3 x 5 patches.
-    "key of the layer's own": ({"add_bias_kv": True}, {}),
-    "key of zeros": ({"add_zero_attn": True}, {}),
+    # These 16 keys are not a class token and 3 x 5 patches. No mask hides the layer's own key.
+    "key of the layer's own": ({"add_bias_kv": True}, {"key_padding_mask": padding}),
+    "key of zeros": ({"add_zero_attn": True}, {"attn_mask": hidden}),
 }
 
 
