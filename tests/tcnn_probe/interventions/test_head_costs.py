@@ -16,10 +16,10 @@ import tcnn_probe
 from tcnn_probe.interventions.shared_forward import SharedForward
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
-from tests.tcnn_probe.interventions.ablations import State, chain_images
+from tests.tcnn_probe.interventions.ablations import State
 from tests.tcnn_probe.interventions.softmax_models import MODELS, wide
 from tests.tcnn_probe.interventions.test_given_attention import LayerCall, of_softmax
-from tests.tcnn_probe.networks import Chain, small_resnet
+from tests.tcnn_probe.networks import small_resnet
 
 MODES = ("uniform", "convolutional", "static", "salient", "zero", "mean", "local")
 ROUNDINGS = 1e3 * torch.finfo(torch.float64).eps
@@ -130,7 +130,6 @@ def test_fused_attention_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES: dict[str, Any] = {
     "vit": (vit, lambda: vit_images(5)),
-    "chain": (Chain, lambda: chain_images(5)),
     "resnet": (small_resnet, lambda: torch.randn(5, 1, 71, 103)),
     **{name: (MODELS[name][0], name) for name in ("swin", "cait", "convit")},
 }

@@ -208,8 +208,8 @@ def test_constant_queries_are_salient_attention() -> None:
 def test_gradients_are_those_of_the_ablated_model() -> None:
     """The factors of keys depend on the image, and local attention on its queries and keys."""
     torch.manual_seed(0)
-    logits = torch.randn(2, 2, 3, 2, 5).double().requires_grad_()
-    mean = torch.randn(1, 2, 3, 2, 5).double().softmax(-1)
+    logits = torch.randn(2, 1, 2, 2, 5).double().requires_grad_()
+    mean = torch.randn(1, 1, 2, 2, 5).double().softmax(-1)
 
     def salient(logits: Tensor) -> Tensor:
         return scale_keys(mean, logits.softmax(-1).sum(-2))
