@@ -189,51 +189,17 @@ def test_projections_inside_an_attention_are_not_attention_layers() -> None:
         assert not torch.equal(model(images).last_hidden_state, hidden_state)
 
 
-class Registers(nn.Module):
-    """Patches of a grid of 4 x 6, with 5 registers behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 12, 8, 8)
-        self.registers = nn.Parameter(torch.randn(1, 5, 12))
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).mT
-        x = torch.cat([x, self.registers.expand(len(x), -1, -1)], 1)
-        return self.attention(x, x, x)[0]
-
-
-def groups_behind() -> nn.Module:
-    options = {
-        "hidden_size": 12,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-    }
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # groups are not patches
+def test_group_tokens_behind_the_grid_are_not_taken_for_a_class_token() -> None:
+    torch.manual_seed(0)
+    options = TINY | {"num_hidden_layers": 1, "image_size": 32}
     groups = {
         "depths": [1, 1, 1],
         "num_group_tokens": [5, 3, 0],
         "num_output_groups": [5, 3, 0],
     }
-    return of("GroupViTVision", **options, **groups, image_size=32, patch_size=8)()
-
-
-# Neither model has a class token, and no other token must be taken for one.
-WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
-    "registers behind the grid": (Registers, FLAT),
-    "group tokens": (groups_behind, SQUARE),
-}
-
-
-@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # groups are not patches
-@pytest.mark.parametrize(("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN)
-def test_other_tokens_are_not_taken_for_a_class_token(
-    make: Callable[[], nn.Module], size: tuple[int, int]
-) -> None:
-    torch.manual_seed(0)
-    model = make().eval()
-    recorder = helpers.recorded(model, torch.randn(2, 3, *size))
+    model = of("GroupViTVision", **options, **groups)().eval()
+    recorder = helpers.recorded(model, torch.randn(2, 3, *SQUARE))
     first = recorder.dataset.isel(layer=0)
     assert first.attention_distance.notnull().all()
     assert first.prefix_attention.notnull().all()

@@ -4,7 +4,6 @@ of the batch reach a layer and wherever the image enters the model.
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from zarr.storage import MemoryStore
 
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -243,17 +243,15 @@ CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]]
 @pytest.mark.study(but=["batch and number", "list of dicts"])
 @pytest.mark.filterwarnings("ignore:the images")  # of doubled size, they are others
 @pytest.mark.parametrize("name", CALLS)
-def test_the_image_stands_anywhere_among_the_inputs(name: str, tmp_path: Path) -> None:
+def test_the_image_stands_anywhere_among_the_inputs(name: str) -> None:
     """A recording that was begun with the plain model goes on,
     with the same maps, in the same variables.
     """
     arguments, forward = CALLS[name]
     model, batch = Step(vit(), forward).eval(), pictures(3)
+    store = MemoryStore()
     for epoch in range(2):
-        with (
-            tcnn_probe.record(model, tmp_path / "run.zarr", images=3) as recorder,
-            torch.no_grad(),
-        ):
+        with tcnn_probe.record(model, store, images=3) as recorder, torch.no_grad():
             model(*arguments(batch)) if epoch else model.net(batch)
             recorder.mark(epoch=epoch)
             assert "attention_distance" not in recorder.missing
