@@ -182,7 +182,6 @@ class GPSA(nn.Module):
         cls,
         conv: nn.Module | Convolution,
         *,
-        stride: int | tuple[int, int] | None = None,
         qk_dim: int | None = None,
         locality_strength: float | Sequence[float] = 1.0,
         gating: float | Sequence[float] = 1.0,
@@ -200,7 +199,6 @@ class GPSA(nn.Module):
             conv: A convolution, or its ``tcnn_model.conversion.convolution.Convolution``: an
                 ``nn.Conv2d``, or a subclass whose forward is one convolution with zero or
                 TensorFlow's "same" padding.
-            stride: Stride to use instead of the convolution's own.
             qk_dim, locality_strength, gating, qk_scale, backend: The arguments of :class:`GPSA`.
 
         Raises:
@@ -214,7 +212,7 @@ class GPSA(nn.Module):
             weight.shape[1] * description.groups,
             weight.shape[0],
             description.kernel_size,
-            description.stride if stride is None else stride,
+            description.stride,
             description.padding,
             description.dilation,
             description.groups,

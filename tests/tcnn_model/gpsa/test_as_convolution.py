@@ -68,14 +68,6 @@ def test_padding_given_by_name(
     assert_same(layer(x), conv(x))
 
 
-def test_stride_1_contains_the_strided_output() -> None:
-    conv = nn.Conv2d(3, 5, 3, stride=2, padding=1, dtype=torch.float64)
-    x = random(2, 3, 7, 11)
-    dense = GPSA.from_conv(conv, stride=1, **SHARP)(x)
-    assert dense.shape == (2, 5, 7, 11)
-    assert_same(dense[:, :, ::2, ::2], conv(x))
-
-
 def test_weights_are_copied() -> None:
     conv = nn.Conv2d(3, 5, 3)
     layer = GPSA.from_conv(conv)
