@@ -32,7 +32,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for name, gating, epochs in (("a", 1.0, 2), ("b", 3.0, 3)):
         torch.manual_seed(0)
         model = tcnn_model.reparameterize(
-            timm.create_model("resnet10t", num_classes=5), gating=gating
+            timm.create_model("resnet10t", num_classes=5, channels=(8, 16, 16, 32)), gating=gating
         ).eval()
         images = torch.randn(8, 3, 64, 96)
         with (
