@@ -104,12 +104,6 @@ def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
     return store
 
 
-def dies(store: EpochStore) -> None:
-    """Release a writer's lock and keep its file, as when the writer is killed."""
-    if store._lock is not None:
-        store._lock.release()
-
-
 def contents(root: Path) -> dict[str, bytes | None]:
     """Return the contents of all files under a directory."""
     return {

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import xarray as xr
 
 from tcnn_probe.storage import open_recording
@@ -36,9 +35,8 @@ def test_groups_and_attributes(tmp_path: Path) -> None:
     assert "kernel tap" in ds["head"].attrs["description"]
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_dataset_keeps_its_marks_when_others_are_added(tmp_path: Path, in_memory: bool) -> None:
-    store = create(None if in_memory else tmp_path / "run.zarr")
+def test_a_dataset_keeps_its_marks_when_others_are_added(tmp_path: Path) -> None:
+    store = create(tmp_path / "run.zarr")
     early = {}
     for mark in range(4):
         add(store, mark)
