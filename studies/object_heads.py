@@ -27,11 +27,11 @@ How: for each of three seeds a small ResNet learns handwritten digits in clutter
 stage is then reparameterized as gated positional self-attention (GPSA) and fine-tuned; at each
 epoch the attention of every head is measured on validation scenes.
 
-Endpoint: the isolation of each layer at the last epoch, the mean of its heads over all scenes, with
-a 95 % t interval over the seeds, not corrected for the number of layers; a layer isolates the
-object if its interval lies above zero. Isolation by layer, and the heads whose interval over scenes
-lies above zero, were in the code before the trainings whose results are on the page. The two
-excesses, and heads below zero, were added when these had been seen.
+Endpoint, written down after the results: the isolation of each layer at the last epoch, the mean of
+its heads over all scenes, with a 95 % t interval over the seeds, not corrected for the number of
+layers; a layer isolates the object if its interval lies above zero. Isolation by layer, and the
+heads whose interval over scenes lies above zero, were in the code that was committed before the
+results. The two excesses, and heads below zero, were added with them.
 
 Writes into results/:
 object_heads.png    A isolation by epoch, a line for each layer and seed (mean of its heads); B
