@@ -221,6 +221,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]]
         lambda net, batch: net(batch["data"]["image"]),
     ),
     "dataclass": (lambda x: (Batch(LABELS, x),), lambda net, batch: net(batch.image)),
+    "list of images": (lambda x: (list(x),), lambda net, batch: net(torch.stack(batch))),
     "list of dicts": (
         lambda x: ([{"image": image, "label": 0} for image in x],),
         lambda net, batch: net(torch.stack([row["image"] for row in batch])),

@@ -74,9 +74,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def fused_adding(number: float) -> Callable[..., Tensor]:
+def fused_adding(number: float, bias: float = 0.0) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, number)
+        mask = torch.full_like(visible, bias, dtype=q.dtype).masked_fill(~visible, number)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     return attend
@@ -85,7 +85,7 @@ def fused_adding(number: float) -> Callable[..., Tensor]:
 def unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     logits = q @ k.mT / q.shape[-1] ** 0.5
     if visible is not None:
-        logits = logits.masked_fill(~visible, torch.finfo(q.dtype).min)
+        logits = logits.where(visible, torch.finfo(q.dtype).min)
     return logits.softmax(-1) @ v
 
 
@@ -180,6 +180,8 @@ FUSED: dict[str, Callable[..., Tensor]] = {
     "fused": fused,
     "fused, -1e9": fused_adding(-1e9),
     "fused, -100": fused_adding(-100),
+    # Of a bias, even one that changes no number, a mask cannot be told by zeros.
+    "fused, -1e9 beside a bias": fused_adding(-1e9, bias=1e-12),
 }
 UNFUSED = {
     "filled with the smallest": unfused,

@@ -2,6 +2,7 @@
 and never otherwise, in any precision and with dropout.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class Torchs(nn.Module):
 
     def __init__(self, attn_drop_rate: float = 0.0) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, DIM, 8, 8)
+        self.stem = nn.Sequential(nn.Conv2d(3, DIM, 8, 8), nn.BatchNorm2d(DIM))
         self.encoder = nn.TransformerEncoderLayer(
             DIM, HEADS, 17, dropout=attn_drop_rate, batch_first=True
         )
@@ -166,18 +167,19 @@ def test_any_precision_is_accepted(family: Family, dtype: torch.dtype) -> None:
 
 @EACH_FAMILY
 def test_training_with_dropout_is_accepted(family: Family) -> None:
-    """Attention is recorded before dropout, and gradients are the same as without a recorder."""
+    """Attention is recorded before dropout; gradients and buffers are those without a recorder."""
     model = sharpen(family.make(attn_drop_rate=0.4)).train()
+    alone = copy.deepcopy(model)
     images = family.images()
     torch.manual_seed(1)
-    model(images).square().mean().backward()
-    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    alone(images).square().mean().backward()
     # Dropout draws the same numbers with and without a recorder, unless the recorder draws some.
     torch.manual_seed(1)
     check(model, images, when="train")
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert gradient is None or torch.equal(parameter.grad, gradient)
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert expected.grad is None or torch.equal(parameter.grad, expected.grad)
+    for buffer, expected in zip(model.buffers(), alone.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
 
 
 class MaskedInFloat32(nn.Module):

@@ -45,7 +45,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(value=v, key=k, query=q)
+    # This convolution, whose channels are the heads, is the identity.
+    query = F.conv2d(weight=torch.eye(3)[..., None, None], input=q)
+    return F.scaled_dot_product_attention(value=v, key=k, query=query)
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

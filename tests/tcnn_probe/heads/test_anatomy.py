@@ -147,7 +147,7 @@ def images_and_queries() -> Array:
 
 @pytest.mark.study(but=["8-64", "2-7", "8-1"])
 @pytest.mark.parametrize("sampled", [1, 7, 64])
-@pytest.mark.parametrize("images", [2, 8])
+@pytest.mark.parametrize("images", [2, 8, 32, 128])
 def test_parts_do_not_depend_on_the_numbers_of_images_and_queries(
     images_and_queries: Array, images: int, sampled: int
 ) -> None:

@@ -258,8 +258,8 @@ def test_axes_that_are_shared_show_all_parts(marks: int) -> None:
 
 
 @pytest.mark.study
-def test_pictures_of_many_heads_are_legible() -> None:
-    heads = (16,) * 24
+@pytest.mark.parametrize("heads", [(6,) * 12, (16,) * 24], ids=["72", "384"])
+def test_pictures_of_many_heads_are_legible(heads: tuple[int, ...]) -> None:
     ds, values = recorded(heads=heads), kernels(heads)
     with mpl.rc_context({"text.color": "w"}):
         pictures = [

@@ -58,7 +58,8 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_every_variable_is_that_of_the_other_images() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
     """Windows, class tokens, patterns, health, segments and mean attention, also over ranks."""
     torch.manual_seed(0)
     vit = timm.models.VisionTransformer((12, 20), 4, 3, 0, "", 21, 2, 3).eval()
@@ -70,6 +71,9 @@ def test_every_variable_is_that_of_the_other_images() -> None:
     broken = x.clone()
     broken[1] = torch.nan
     for model in (vit, swin):
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = fused
         model = model.double()
         size = (12, 20) if model is vit else (24, 40)
         trees = {}
