@@ -110,7 +110,8 @@ def test_layers_join_and_a_crash_meanwhile_changes_nothing(
         elif mark in (2, 6, 7):
             groups = with_late_layer(groups, mark)
         if mark in (1, 2, 6, 7):
-            with steps(20, "^replace"), pytest.raises(Crash):
+            # The array is wider already, and has no fill values yet for the marks before.
+            with steps(0, "replace .*5x3x11/saliency/c/"), pytest.raises(Crash):
                 store.append(mark, groups, row_of(groups, mark), {})
             assert_rows(path, stored)
             store.close()
