@@ -7,7 +7,7 @@ __all__ = ["Crafted"]
 
 
 class Crafted:
-    """Object that runs code when it is unpickled: it makes a file.
+    """Object that runs code when it is unpickled: harmless code, which makes a file.
 
     Args:
         path: Path of the file.

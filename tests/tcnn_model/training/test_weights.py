@@ -19,6 +19,7 @@ from tcnn_model import gpsa_layers
 from tcnn_model.training.build import build_model
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
+from tests.crafted import Crafted
 from tests.tcnn_model.training.runs import TINY, config, finish
 
 VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -361,17 +362,6 @@ def test_weights_of_another_model_are_refused(
         build_model(_second(tmp_path, second, options), 10)
 
 
-class _Crafted:
-    """Object that runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    # The code is harmless, and shows if it ran.
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return Path.touch, (self.path,)
-
-
 def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """Neither weights nor a teacher's weights run code, in torch's old and new formats."""
     ran = tmp_path / "ran"
@@ -379,7 +369,7 @@ def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) 
     small = f"--out {tmp_path / 'run'} --batch-size 8 --limit 8".split()
     for legacy in (True, False):
         torch.save(
-            {"state_dict": _Crafted(ran)},
+            {"state_dict": Crafted(ran)},
             evil,
             _use_new_zipfile_serialization=not legacy,
         )
@@ -387,7 +377,7 @@ def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) 
             teacher = ["--teacher", "resnet18"] if "teacher" in option else []
             said = refusal("resnet18", option, evil, *teacher, *small)
             assert "evil.pt is damaged, or holds more than weights" in said
-    evil.write_bytes(pickle.dumps(_Crafted(ran)))
+    evil.write_bytes(pickle.dumps(Crafted(ran)))
     refusal("resnet18", "--weights", evil, *small)
     # timm would unpickle files that it gets by these names.
     for name in ("checkpoint_path", "pretrained_cfg_overlay"):
