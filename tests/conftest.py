@@ -102,6 +102,12 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collections_of_new_objects() -> None:
+    """Spare the garbage collector what earlier files have imported, 0.2 s each time."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _disk_without_waiting() -> Iterator[None]:
     """Replace fsync by a no-op: no test cuts the power,
