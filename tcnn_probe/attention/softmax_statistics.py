@@ -311,10 +311,15 @@ def _rows_over_grid(
         The sums, and the logits of the class and register tokens, shape (rows, heads, N_query,
         prefix); None if there are none.
     """
-    logits, layout, prefix = attention.logits, attention.layout, attention.layout.prefix
-    top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
+    # Logits are in bits, because torch.exp takes twice as long as torch.exp2 (torch 2.13 on a CPU).
+    # Those with a mask are divided only when the mask's smallest finite numbers have been clamped.
+    in_bits = attention.logits.in_bits
+    logits, unit = (attention.logits, 1.0) if in_bits is None else (in_bits, _LN2)
+    layout, prefix = attention.layout, attention.layout.prefix
+    sums = logits.new_empty(4, *logits.shape[:3])
+    top, total, expected, distances = sums
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
-    distance = None if layout.queries is None else torch.empty_like(top)
+    distance = None if layout.queries is None else distances
     frame_distance = torch.empty_like(top) if layout.is_video else None
     received = None
     if attention.detailed:
@@ -339,46 +344,47 @@ def _rows_over_grid(
             attention.keys,
         )
         s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        m, z, weighted, mean_length = sums[:, *at].unbind()
         logits(rows, queries, out=s)
         if prefix_logits is not None:
             prefix_logits[at] = s[..., :prefix]
             # These keys get no attention in the following sums.
             s[..., :prefix] = -torch.inf if logits.masked else LOWEST
-        m = s.amax(-1, keepdim=True)
-        top[at] = m[..., 0]
+        torch.amax(s, -1, out=m)
         # In masked logits, a maximum of minus infinity (all keys hidden) becomes 0, and hidden keys
         # become LOWEST.
         if logits.masked:
-            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=LOWEST)
+            m = m.masked_fill(m == -torch.inf, 0)
+            s.sub_(m[..., None]).clamp_(min=LOWEST).mul_(1 / _LN2)
         else:
-            s.sub_(m)
-        # Logits are in bits from here on, because torch.exp takes twice as long as torch.exp2
-        # (torch 2.13 on a CPU).
-        torch.exp2(s.mul_(1 / _LN2), out=weights)
-        z = weights.sum(-1)
-        total[at] = z
-        expected[at] = s.mul_(weights).sum(-1)
+            s.sub_(m[..., None])
+        torch.exp2(s, out=weights)
+        torch.sum(weights, -1, out=z)
+        torch.sum(s.mul_(weights), -1, out=weighted)
         if distance is not None:
             lengths = (
                 layout.distances(queries, logits.dtype, logits.device)
                 if table is None
                 else table[queries]
             )
-            distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
+            torch.sum(torch.mul(weights, lengths, out=s), -1, out=mean_length)
         if frame_distance is not None:
             lengths = layout.frame_distances(queries, logits.dtype, logits.device)
             frame_distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
-        grid_share = (
-            1
-            if prefix_logits is None
-            else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
-        )
+        grid_share: Tensor | int = 1
+        if prefix_logits is not None:
+            others = (prefix_logits[at] - m[..., None]).mul_(unit)
+            others = others[..., 0] if prefix == 1 else others.logsumexp(-1)
+            grid_share = (z.log() - others).sigmoid_()
         factor = (grid_share / z).nan_to_num_()  # z is 0 if a mask hides all keys
         if counted is not None:
             factor = factor.where(counted[rows, None, queries], 0)
         patterns.add(block, weights, factor)
         if received is not None:
             received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
+    top.mul_(unit)
+    if prefix_logits is not None:
+        prefix_logits.mul_(unit)
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
