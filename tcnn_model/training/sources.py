@@ -8,10 +8,12 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from tcnn_model.class_folders import ClassFolders, listing, reason_unused, shortened
@@ -52,23 +54,29 @@ class Source(Protocol):
         """Return the name of the image's file."""
 
 
+@cache
+def _read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return images, shape (1797, 8, 8), and labels: a text, whose parsing takes 0.1 s."""
+    # scikit-learn is slow to import, and runs on other data do not need it.
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    # The digits have 17 grey levels, from 0 to 16.
+    return np.clip(digits.images * 16, 0, 255).astype(np.uint8), digits.target
+
+
 class _Digits:
     """scikit-learn's ``load_digits``: 1,797 images of 8 x 8 pixels, three quarters for training."""
 
     def __init__(self, training: bool, *, parity: bool = False) -> None:
-        # scikit-learn is slow to import, and runs on other data do not need it.
-        from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
-        digits = load_digits()
-        numbers = range(len(digits.target))
+        self._images, self._labels = _read_digits()
+        numbers = range(len(self._labels))
         # The split is the same in all runs, whatever their seed, so that their accuracies can be
         # compared.
-        split = train_test_split(numbers, test_size=0.25, random_state=0, stratify=digits.target)
+        split = train_test_split(numbers, test_size=0.25, random_state=0, stratify=self._labels)
         self._numbers = split[0] if training else split[1]
-        # The digits have 17 grey levels, from 0 to 16.
-        self._images = np.clip(digits.images * 16, 0, 255).astype(np.uint8)
-        self._labels = digits.target
         self.classes = ("even", "odd") if parity else tuple("0123456789")
 
     def __len__(self) -> int:
