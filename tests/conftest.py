@@ -39,8 +39,11 @@ gc.disable()
 TESTS = Path(__file__).parent
 
 
-# Kills and crashes at random or at every step; a server; dynamo, whose first graph takes seconds.
-EXPERIMENTS = {f"test_{name}.py" for name in ("crash", "s3", "soak", "compile", "flex")}
+# Kills and crashes at random or at every step; a server; processes that run together; dynamo, whose
+# first graph takes seconds.
+EXPERIMENTS = {
+    f"test_{name}.py" for name in ("crash", "s3", "soak", "processes", "compile", "flex")
+}
 
 
 def mark_of(path: Path) -> str | None:

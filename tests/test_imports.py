@@ -311,6 +311,7 @@ for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
 """
 
 
+@pytest.mark.study
 def test_public_names_need_no_optional_dependency() -> None:
     """``tcnn_model`` needs only torch and timm,
     the probe's public names need no optional package, and its folders no import.

@@ -320,6 +320,7 @@ def test_other_arguments_are_refused() -> None:
         masked(torch.zeros(1, 36, 36).double(), attn_mask=torch.ones(36, 36).bool())
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("family", ["registers and norms", "swin"])
 def test_compiled_models_are_converted_and_trained(family: str) -> None:
     make, tokens = FAMILIES[family]

@@ -390,7 +390,7 @@ def test_options_reach_the_model(tmp_path: Path) -> None:
                 **{
                     **vars(settings),
                     "model": "vgg11",
-                    "model_options": {},
+                    "model_options": {"mlp_ratio": 0.01},
                     "unstride": False,
                 }
             ),
