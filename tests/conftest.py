@@ -42,7 +42,7 @@ TESTS = Path(__file__).parent
 # Kills and crashes at random or at every step; a server; processes that run together; dynamo, whose
 # first graph takes seconds.
 EXPERIMENTS = {
-    f"test_{name}.py" for name in ("crash", "s3", "soak", "processes", "compile", "flex")
+    f"test_{name}.py" for name in ("crash", "kills", "s3", "soak", "processes", "compile", "flex")
 }
 
 

@@ -119,7 +119,10 @@ def test_kernels_positions_and_temperatures_do_not_decay(family: str) -> None:
     assert [name for name in names if not name.endswith(".weight") or "cpb_mlp" in name] == []
 
 
-@pytest.mark.parametrize("size", [(9, 13), (3, 5)], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param((9, 13), marks=pytest.mark.study, id="whole"), pytest.param((3, 5), id="cut")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_convolved_heads_equal_dense_attention(family: str, size: tuple[int, int]) -> None:
     make, tokens = FAMILIES[family]

@@ -34,6 +34,7 @@ def test_kernels_equal_the_equations(name: str, dtype: torch.dtype) -> None:
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
+@pytest.mark.study(but=["torch.bfloat16"])
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_block_sizes_of_the_gpu(dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def test_block_sizes_of_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.numerical  # no others: the interpreter uses NumPy, and these cases are most sensitive
+@pytest.mark.study(but=["both"])
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_gates_and_positions(name: str) -> None:

@@ -336,6 +336,7 @@ def test_parameter_groups_for_training() -> None:
     assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]
 
 
+@pytest.mark.study
 def test_exports_with_a_dynamic_batch_size() -> None:
     model = _small(KINDS[1])
     x = torch.randn(2, 3, 32, 48)

@@ -104,6 +104,7 @@ def test_families_train_pool_and_reset(name: str, per_class: bool) -> None:
         assert not any(isinstance(module, AttentionPool2d) for module in model.modules())
 
 
+@pytest.mark.study
 def test_pooled_model_exports() -> None:
     model = _pooled("resnet18", per_class=True)
     x = _images("resnet18")

@@ -216,6 +216,7 @@ def test_a_linear_projector_is_one_matrix(tmp_path: Path) -> None:
     assert run["model"]["projector.weight"].shape == (8, 16)
 
 
+@pytest.mark.study
 def test_coarse_labels_are_read_from_a_file(tmp_path: Path) -> None:
     """A file that says which digits are even trains like the built-in labels of even and odd."""
     names = ("even", "odd")

@@ -65,7 +65,6 @@ def _files(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
 
 
-@pytest.mark.study
 def test_files_are_consistent_after_a_kill_at_any_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +115,6 @@ def test_later_of_two_equal_epochs_is_the_best(
     assert "best in epoch 2: 0.5000" in capsys.readouterr().err
 
 
-@pytest.mark.study
 def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     """Numbers have four or five digits, and one file only looks like a checkpoint."""
     # In alphabetical order, epoch-10000 would precede epoch-9999.

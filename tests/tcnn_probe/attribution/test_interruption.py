@@ -221,6 +221,7 @@ def marked(model: nn.Module) -> None:
         recorder.mark(epoch=0)
 
 
+@pytest.mark.study(but=["with_references"])
 @pytest.mark.parametrize("run", [marked, with_references])
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_gradients_that_an_interruption_finds_switched_off_are_on(

@@ -58,6 +58,7 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.study(but=["True"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
     """Windows, class tokens, patterns, health, segments and mean attention, also over ranks."""

@@ -106,6 +106,7 @@ def _record(model: nn.Module, **options: Any) -> xr.DataTree:
 
 
 @pytest.mark.numerical
+@pytest.mark.study(but=["class token", "registers", "heads by layer"])
 @pytest.mark.filterwarnings("ignore:no content_information.*images of several sizes")
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_together_equal_layers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

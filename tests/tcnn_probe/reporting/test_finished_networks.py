@@ -150,6 +150,7 @@ def chosen(driver: Any) -> str:
     return text
 
 
+@pytest.mark.browser
 @needs_browser
 def test_page_opens_at_a_named_head_and_its_links_lead_to_heads(browser: Any) -> None:
     assert chosen(browser) == f"{NAUGHTY}, head 1"
@@ -167,6 +168,7 @@ def test_page_opens_at_a_named_head_and_its_links_lead_to_heads(browser: Any) ->
     assert [url for url in requests(browser) if not url.startswith(("file:", "data:"))] == []
 
 
+@pytest.mark.browser
 @needs_browser
 def test_strips_show_the_head_among_all_heads(browser: Any) -> None:
     browser.execute_script("document.querySelectorAll('#heads tbody button')[0].click()")
@@ -192,6 +194,7 @@ def test_strips_show_the_head_among_all_heads(browser: Any) -> None:
     assert all(min(abs(column - x) for x in [*ends, place]) <= 3 for column in drawn)
 
 
+@pytest.mark.browser
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1400])
 def test_page_fits_a_phone(browser: Any, width: int) -> None:

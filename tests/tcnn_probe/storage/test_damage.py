@@ -33,6 +33,7 @@ def load(path: Path) -> None:
         node.to_dataset().load()
 
 
+@pytest.mark.study(but=["a bit", "missing"])
 @pytest.mark.parametrize("damage", ["a bit", "half", "empty", "missing"])
 def test_every_damaged_chunk_is_noticed(path: Path, damage: str) -> None:
     """A missing chunk would be read as NaN and copied."""
