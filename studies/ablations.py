@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from common.figures import STYLE, add_letters
 from common.models import widened
-from common.option_table import SEED_OPTION, small_option
+from common.option_table import LIMIT_OPTION, SEED_OPTION, small_option
 from common.options import Option, from_least, parse_options
 from common.output import RunOutput, ended, finish
 from common.stepwise import SHAPE, accuracy, decisions, digits_learned, fit
@@ -69,17 +69,17 @@ Models = Mapping[str, nn.Module]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "ablations")
-    results = output.by_seed(args, lambda seed: measure_seed(seed, args.epochs))
+    results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     output.show(draw(results.top1), table(results.top1))
-    return finish(check(results.top1), "digits")
+    return finish(check(results.top1), args)
 
 
-def measure_seed(seed: int, epochs: int) -> xr.Dataset:
+def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
     """Train every variant with one seed, and return their accuracies."""
     models: dict[str, nn.Module] = {}
     for variants in TABLES.values():
@@ -89,7 +89,7 @@ def measure_seed(seed: int, epochs: int) -> xr.Dataset:
             model = build(models)
             # Two tables have a variant in common, which is trained once.
             if model not in models.values():
-                fit(model, epochs, seed)
+                fit(model, args.epochs, seed, limit=args.limit)
             models[name] = model
     values = [accuracy(decisions(model)) for model in models.values()]
     names = np.array(list(models), object)
@@ -384,8 +384,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = [
         Option("--epochs", "epochs of each network", from_least(1), 6, small=2),
         Option("--seeds", "trainings of each network", from_least(1), 5, small=1),
+        LIMIT_OPTION,
         SEED_OPTION,
-        small_option("1 seed, 2 epochs"),
+        small_option("1 seed, 2 epochs, few digits"),
     ]
     return parse_options(__doc__, "ablations", arguments, {"training": options})
 

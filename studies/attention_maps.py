@@ -66,7 +66,7 @@ COLUMNS = 13  # heads beside each other
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN, the digits, and the images whose attention is drawn.
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(maps)
     figure = draw(maps, images, args.query, args.epoch)
     study.output.show(figure, head_table(maps), dpi=150)
-    return finish(check(maps), args.data)
+    return finish(check(maps), args)
 
 
 def weights_file(study: Study, epoch: int) -> Path:

@@ -72,7 +72,6 @@ from common.models import small_patchconvnet, small_resnet
 from common.option_table import (
     AUGMENT_OPTION,
     SEED_OPTION,
-    changed,
     device_option,
     machine_options,
     model_options,
@@ -146,7 +145,7 @@ class SaliencyStudy(Study):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load models and data, and the images to explain.
@@ -170,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     files = draw_images(study, tree, by_class if study.probed.numbers else [])
     study.output.show(draw_faithfulness(tree), report(tree, args.tolerance), files=files)
     trained = (len(study.validation), study.chance) if args.epochs else None
-    return finish(check(tree, trained), args.data)
+    return finish(check(tree, trained), args)
 
 
 def begin(args: argparse.Namespace) -> tuple[list[Run], SaliencyStudy]:
@@ -375,7 +374,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--data (default: 0)",
             from_least(0),
             14,
-            small=5,
+            small=2,
             data=0,
         ),
         Option("--batch-size", "images per step", from_least(1), 32, small=16, data=32),
@@ -384,7 +383,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         device_option(),
         *machine_options(),
         SEED_OPTION,
-        small_option("few small images without clutter, 5 epochs, 15 seconds", only="digits"),
+        small_option("few small images without clutter, 2 epochs", only="digits"),
         Option(
             "--heads",
             "heads of the pooling of a PatchConvNet that is compared with one of a single head; no "
@@ -416,7 +415,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "(default: 5)",
             from_least(1),
             5,
-            small=5,
         ),
         Option(
             "--steps",
@@ -427,7 +425,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ),
         Option("--tolerance", "tolerance of the pointing game, in pixels", positive_number, 4.0),
     ]
-    groups = {**changed(models, limit=(None, 400)), "training": training, "saliency": saliency}
+    groups = {**models, "training": training, "saliency": saliency}
     args = parse_options(__doc__, "class_attention_saliency", arguments, groups, data_with_model)
     if args.data == "digits" and not args.epochs:
         raise InputError("--epochs 0 is for a trained model: --model and --pretrained")

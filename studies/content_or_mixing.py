@@ -120,7 +120,7 @@ LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     # With one thread a run has the same numbers whatever else the machine does.
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = report(tree)
     output.beside(".txt").write_text(text + "\n")
     output.show(draw(tree), text, files=[output.beside(".txt")])
-    return finish(check(tree), args.data)
+    return finish(check(tree), args)
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:

@@ -76,7 +76,7 @@ Scenes = tuple[Tensor, np.ndarray]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores["images"] = len(validation.dataset)
     study.output.save(scores)
     study.output.show(draw(scores), table(scores))
-    return finish(check(scores, study.chance), args.data)
+    return finish(check(scores, study.chance), args)
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:

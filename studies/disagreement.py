@@ -76,7 +76,7 @@ FAR = 1000  # distance of the seeds of other orders from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     rates = {by: differing(results, by) for by in ("group", "corruption")}
     figure = draw(rates["group"], rates["corruption"])
     study.output.show(figure, table(rates["group"], results), verdicts(rates))
-    return finish(check(rates["group"], results, study.chance), args.data)
+    return finish(check(rates["group"], results, study.chance), args)
 
 
 def decide(study: Study, nth: int) -> xr.Dataset:

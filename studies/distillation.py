@@ -30,6 +30,7 @@ It ends by checking that all teachers and students learned.
 
 import argparse
 import sys
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -46,7 +47,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.figures import STYLE, add_letters
 from common.models import widened
-from common.option_table import SEED_OPTION, small_option
+from common.option_table import LIMIT_OPTION, SEED_OPTION, small_option
 from common.options import Option, from_least, parse_options
 from common.output import RunOutput, ended, finish
 from common.stepwise import SHAPE, accuracy, decisions, digits_learned, fit
@@ -73,7 +74,7 @@ SIZES = {**SHAPE, "depth": 3, "num_heads": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
@@ -83,17 +84,18 @@ def main(arguments: list[str] | None = None) -> int:
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     output.show(draw(results), table(results))
-    return finish(check(results), "digits")
+    return finish(check(results), args)
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
     """Train the two teachers and a student of each kind,
     and return the students' measurements and the accuracies.
     """
+    recipe = {"epochs": args.epochs, "seed": seed, "limit": args.limit}
     torch.manual_seed(seed)
     teachers = {"CNN": small_cnn(), "transformer": small_vit()}
     for teacher in teachers.values():
-        fit(teacher, args.epochs, seed)
+        fit(teacher, **recipe)
     decided = {name: decisions(teacher) for name, teacher in teachers.items()}
 
     students = []
@@ -102,11 +104,11 @@ def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
         torch.manual_seed(seed + 1000)
         model: nn.Module = small_vit()
         if name is None:
-            fit(model, args.epochs, seed)
+            fit(model, **recipe)
         else:
             if arm != SOFT:
                 model = with_distillation_token(model)
-            learn_from(teachers[name], model, args.epochs, seed, soft=arm == SOFT)
+            learn_from(teachers[name], model, soft=arm == SOFT, **recipe)
         students.append(measured(model, decided))
     results = xr.concat(students, xr.Variable("arm", np.array(list(TEACHERS), object)))
     results["teacher_top1"] = "teacher", [accuracy(d) for d in decided.values()]
@@ -166,8 +168,10 @@ def measured(model: nn.Module, decided: dict[str, Tensor]) -> xr.Dataset:
     ).reset_coords(drop=True)
 
 
-def learn_from(teacher: nn.Module, model: nn.Module, epochs: int, seed: int, *, soft: bool) -> None:
-    """Train a student in place, by labels and by a teacher's scores (soft) or decisions."""
+def learn_from(teacher: nn.Module, model: nn.Module, *, soft: bool, **recipe: Any) -> None:
+    """Train a student in place, by labels and by a teacher's scores (soft) or decisions;
+    ``recipe`` are arguments of :func:`fit`.
+    """
     if isinstance(model, VisionTransformerDistilled):
         # In this mode the model returns the scores of both tokens.
         model.set_distilled_training(True)
@@ -177,7 +181,7 @@ def learn_from(teacher: nn.Module, model: nn.Module, epochs: int, seed: int, *, 
             taught = teacher(images)
         return loss_of(student(images), labels, taught, soft=soft)
 
-    fit(model, epochs, seed, loss)
+    fit(model, loss_of=loss, **recipe)
 
 
 def loss_of(
@@ -316,10 +320,11 @@ def check(results: xr.Dataset) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     options = [
-        Option("--epochs", "epochs of each network", from_least(1), 10, small=3),
+        Option("--epochs", "epochs of each network", from_least(1), 10, small=2),
         Option("--seeds", "students of each kind, from --seed on", from_least(1), 5, small=1),
+        LIMIT_OPTION,
         SEED_OPTION,
-        small_option("1 seed, 3 epochs"),
+        small_option("1 seed, 2 epochs, few digits"),
     ]
     return parse_options(__doc__, "distillation", arguments, {"training": options})
 

@@ -50,7 +50,7 @@ COLORS = {CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     study.output.save(scores)
     study.output.show(draw(scores), table(scores))
-    return finish(check(scores, study.chance), args.data)
+    return finish(check(scores, study.chance), args)
 
 
 def end(scores: xr.Dataset) -> xr.DataArray:

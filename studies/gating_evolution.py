@@ -59,7 +59,7 @@ EpochResults = Sequence[EpochResult]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         offset_report(dataset),
         accuracy_report(dataset),
     )
-    return finish(check(dataset, study.chance), args.data)
+    return finish(check(dataset, study.chance), args)
 
 
 def accuracies(control_results: Mapping[str, EpochResults], epoch: int) -> dict[str, float]:

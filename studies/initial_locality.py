@@ -59,7 +59,7 @@ SAVED = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     study.output.save(scores)
     study.output.show(draw(scores), table(scores))
-    return finish(check(scores, study.chance), args.data)
+    return finish(check(scores, study.chance), args)
 
 
 def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
@@ -228,7 +228,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ),
         Option("--gatings", "lambda of every head", float, [-1, 1, 3], small=[-1, 3]),
     ]
-    groups = {**training_options("2 starts, 2 epochs, 10 seconds", epochs=(4, 2)), "starts": starts}
+    groups = {**training_options("2 starts, 1 epoch", epochs=(4, 1)), "starts": starts}
     args = parse_options(__doc__, "initial_locality", arguments, groups, need_model)
     args.strengths = sorted({*args.strengths})
     args.gatings = sorted({*args.gatings})

@@ -50,7 +50,7 @@ CONTROL, TCNN = "CNN", "T-CNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     study.output.save(scores)
     study.output.show(draw(scores, warmup(args.epochs)), table(scores))
-    return finish(check(scores, study.chance), args.data)
+    return finish(check(scores, study.chance), args)
 
 
 def epoch_curves(results: list[EpochResult]) -> xr.Dataset:

@@ -74,7 +74,7 @@ COVERED = 0.1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     first = begin("object_heads", args)
     by_seed, trained = [], {}
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     first.output.save(results)
     scenes = probed_images(first.validation, args.images)
     first.output.show(draw(results, trained[args.seed], scenes), table(results))
-    return finish(check(results, first.chance), args.data)
+    return finish(check(results, first.chance), args)
 
 
 def measure_epochs(study: Study, model: nn.Module, seed: int) -> xr.Dataset:

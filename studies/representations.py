@@ -69,7 +69,7 @@ SAME = 0.999  # CKA of features that differ by their rounding to float16 only
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores = compare(list(stores.values()), labels_of(dataset))
     study.output.save(scores)
     study.output.show(draw(scores), table(scores))
-    return finish(check(scores, study.chance), args.data)
+    return finish(check(scores, study.chance), args)
 
 
 def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:

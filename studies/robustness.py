@@ -67,7 +67,7 @@ CONTROL = CONTROLS["control"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits, or refuse test sets that do not fit it.
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         report_imagenet_c(study, models, images, folder)
     classes = study.model.num_classes
     study.output.show(draw(results, classes), table(results), verdicts(results, classes))
-    return finish(check(results, study.chance), args.data)
+    return finish(check(results, study.chance), args)
 
 
 def measure(

@@ -68,7 +68,7 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
 
     # Load the CNN and the digits; train the CNN, its controls and its T-CNN.
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     scores = record_resolutions(study, models)
     study.output.save(scores)
     study.output.show(draw(scores, args.img_size), table(scores))
-    return finish(check(scores, args.img_size, study.chance), args.data)
+    return finish(check(scores, args.img_size, study.chance), args)
 
 
 @torch.no_grad()

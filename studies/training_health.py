@@ -146,7 +146,7 @@ class Training:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "training_health")
     data = load_image_set(args.data, args.limit, output.beside("_images"))
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     examples = find_examples(beside_healthy(recordings))
     draw_pictures(examples).savefig(output.beside("_signs.png"), dpi=150)
     output.show(draw(results, args.epochs), table(results))
-    return finish(check(results), args.data)
+    return finish(check(results), args)
 
 
 def plan(args: argparse.Namespace) -> list[Training]:
@@ -464,10 +464,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--epochs", "epochs of each training", from_least(4), 10, small=4),
         Option("--healthy", "healthy trainings", from_least(1), 10, small=1),
         Option("--seeds", "trainings of each illness, from --seed on", from_least(1), 3, small=1),
-        *image_set_options(small=960),
+        *image_set_options(small=240),
         SEED_OPTION,
         small_option(
-            "960 digits, 4 epochs, 1 healthy training, 1 of each illness that must be named"
+            "240 digits, 4 epochs, 1 healthy training, 1 of each illness that must be named"
         ),
     ]
     return parse_options(__doc__, "training_health", arguments, {"training": options})

@@ -58,7 +58,7 @@ MEASURES = ("top1", "val_loss", "train_loss", "train_top1")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
+    """Run the study and return its exit code."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "when_to_reparameterize")
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     output.save(scores)
     output.show(draw(scores), table(scores))
-    return finish(check(scores), args.data)
+    return finish(check(scores), args)
 
 
 def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
@@ -232,19 +232,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--limit",
             "number of training images, and as many to validate on (default: all)",
             from_least(4),
-            small=240,
+            small=120,
             data=None,
         ),
     ]
     training = [
-        Option("--epochs", "epochs in all, t1 + t2", from_least(2), 12, small=3, data=400),
+        Option("--epochs", "epochs in all, t1 + t2", from_least(2), 12, small=2, data=400),
         Option(
             "--times",
             "values of t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
             from_least(0),
             lambda args: [args.epochs * share // 4 for share in range(5)],
             # One run that becomes a T-CNN, and the CNN.
-            small=[1, 3],
+            small=[1, 2],
             nargs="+",
         ),
         Option("--batch-size", "images per step", from_least(1), 32, small=16, data=256),
@@ -253,7 +253,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         device_option(),
         *machine_options(),
         SEED_OPTION,
-        small_option("few small images, 2 runs of 3 epochs, 20 seconds", only="digits"),
+        small_option("few small images, 2 runs of 2 epochs", only="digits"),
     ]
     groups = {"model and data": model_and_data, "training": training}
     args = parse_options(__doc__, "when_to_reparameterize", arguments, groups, need_model)

@@ -14,6 +14,7 @@ __all__ = [
     "AUGMENT_OPTION",
     "CORRUPTIONS_OPTION",
     "FEW_CORRUPTIONS",
+    "LIMIT_OPTION",
     "SEED_OPTION",
     "changed",
     "device_option",
@@ -37,6 +38,11 @@ def device_option() -> Option:
 
 
 SEED_OPTION = Option("--seed", "random seed", from_least(0), 0)
+
+# An epoch needs a full batch of common.stepwise.
+LIMIT_OPTION = Option(
+    "--limit", "number of digits to train on (default: all)", from_least(48), small=240
+)
 
 
 def small_option(changes: str, only: str = "") -> Option:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.output import InputError, saved_options
+from common.output import InputError, has_own_images, saved_options
 from tcnn_model.pictures import read_picture
 
 __all__ = [
@@ -96,13 +96,6 @@ class Option:
 
 def _in_words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def has_own_images(args: argparse.Namespace) -> bool:
-    """Return whether images are the user's; those of studies of one model come with the model."""
-    if "data" in args:
-        return args.data not in ("digits", None)
-    return bool(getattr(args, "model", None))
 
 
 def parse_options(

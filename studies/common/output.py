@@ -22,6 +22,7 @@ __all__ = [
     "RunOutput",
     "ended",
     "finish",
+    "has_own_images",
     "refused",
     "saved_options",
     "seeds_of",
@@ -64,17 +65,30 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def finish(passed: bool, data: str) -> int:
-    """Return the exit code after the checks:
-    on the user's own data a check that fails is a finding, not an error.
+def finish(passed: bool, args: argparse.Namespace) -> int:
+    """Return the exit code after the checks of a study: 3 if they fail on all of the digits.
+
+    There a check that fails is a fault in the code or a matter of chance to look into. On the
+    user's own images it is a finding, and the small form trains too little to decide.
     """
     if passed:
         return 0
-    # On the digits a check that fails is a fault in the code or a matter of chance to look into.
-    if data == "digits":
+    if has_own_images(args):
+        print(
+            "The checks say what the digits show. On your own data they are findings, not errors."
+        )
+    elif args.small:
+        print("The small form shows that the study runs; its checks need the full form.")
+    else:
         return NOT_SEEN
-    print("The checks say what the digits show. On your own data they are findings, not errors.")
     return 0
+
+
+def has_own_images(args: argparse.Namespace) -> bool:
+    """Return whether images are the user's; those of studies of one model come with the model."""
+    if "data" in args:
+        return args.data not in ("digits", None)
+    return bool(getattr(args, "model", None))
 
 
 def saved_options(folder: str | Path, study: str) -> dict[str, Any]:

@@ -137,7 +137,14 @@ def by_labels(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> None:
+def fit(
+    model: nn.Module,
+    epochs: int,
+    seed: int,
+    loss_of: Loss = by_labels,
+    *,
+    limit: int | None = None,
+) -> None:
     """Train a model in place on digits of 8 x 8 pixels, in seconds, and leave it in eval mode.
 
     Args:
@@ -145,11 +152,12 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
         epochs: Number of passes through the training images.
         seed: Seed of the order of the images, and of the noise that is added to them.
         loss_of: Function of the model, a batch of images and their labels.
+        limit: Number of training images; None for all.
     """
     trained = [value for value in model.parameters() if value.requires_grad]
     # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(trained, LR, weight_decay=WEIGHT_DECAY, fused=True)
-    images, labels = plain_digits(training=True)
+    images, labels = (values[:limit] for values in plain_digits(training=True))
     torch.manual_seed(seed)
     rows = shuffled_rows(len(images), BATCH, epochs)
     rate = warm_up_and_anneal(LR, epochs * (len(images) // BATCH))

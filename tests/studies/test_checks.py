@@ -529,18 +529,31 @@ def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
         assert verdict == (tail < 0.01), (right, images, chance)
 
 
-def test_a_check_that_fails_is_an_error_on_the_digits_only(
+@pytest.mark.parametrize(
+    ("passed", "options", "code", "said"),
+    [
+        (True, {"data": "digits"}, 0, ""),
+        (True, {"data": "photos"}, 0, ""),
+        (False, {"data": "digits"}, 3, ""),
+        (False, {}, 3, ""),
+        (False, {"model": None}, 3, ""),
+        # Anybody may bring photographs: if a study sees something else there, that is a finding.
+        (False, {"data": "photos"}, 0, "findings, not errors"),
+        (False, {"model": "cait_xxs24_224"}, 0, "findings, not errors"),
+        (False, {"small": True}, 0, "need the full form"),
+    ],
+)
+def test_a_check_that_fails_is_an_error_on_all_of_the_digits_only(
+    passed: bool,
+    options: dict[str, Any],
+    code: int,
+    said: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert [
-        # Anybody may bring photographs: if a study sees something else there, that is a finding.
-        finish(True, "digits"),
-        finish(True, "photos"),
-        finish(False, "digits"),
-    ] == [0, 0, 3]
-    assert capsys.readouterr().out == ""
-    assert finish(False, "photos") == 0
-    assert "findings, not errors" in capsys.readouterr().out
+    assert finish(passed, Namespace(**{"small": False, **options})) == code
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert bool(said) == bool(printed)
 
 
 @pytest.mark.parametrize(("swapped", "correlation"), [(False, "1.00"), (True, "0.50")])
