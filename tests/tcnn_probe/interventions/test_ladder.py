@@ -36,6 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
 # that is so near to another one in nat differs from it by at most the root of twice that (Pinsker's
 # inequality); keys of salient attention receive what they should to a similar share.
 FITTED = 1e-6
+# Of the slow computations. After 200 of these, all sums are as they should be but for rounding.
+ROUNDS = 500
 
 
 def cells(height: int, width: int, prefix: int = 0) -> np.ndarray:
@@ -87,7 +89,7 @@ def rung(
 
 
 def slow_convolution(mean: Tensor, queries: np.ndarray, keys: np.ndarray, seen: Tensor) -> Tensor:
-    """Return the nearest convolution, by thousands of rounds over a table of all offsets."""
+    """Return the nearest convolution, by hundreds of rounds over a table of all offsets."""
     offsets: dict[Any, int] = {}
     index = np.empty((len(queries), len(keys)), dtype=int)
     for i, query in enumerate(queries):
@@ -97,7 +99,7 @@ def slow_convolution(mean: Tensor, queries: np.ndarray, keys: np.ndarray, seen: 
     table = nn.functional.one_hot(torch.from_numpy(index)).double()
     theta = torch.zeros(mean.shape[1], len(offsets), dtype=torch.float64)
     wanted = torch.einsum("whij,ijd->hd", mean, table)
-    for _ in range(2000):
+    for _ in range(ROUNDS):
         weights = theta.exp() @ table.flatten(0, 1).T
         weights = weights.view(1, -1, *index.shape) * seen[:, None]
         fitted = weights / weights.sum(-1, keepdim=True)
@@ -107,9 +109,9 @@ def slow_convolution(mean: Tensor, queries: np.ndarray, keys: np.ndarray, seen: 
 
 
 def slow_scaling(mean: Tensor, target: Tensor) -> Tensor:
-    """Return M_i(j) g(j) / Z_i with given column sums, by thousands of rounds."""
+    """Return M_i(j) g(j) / Z_i with given column sums, by hundreds of rounds."""
     scaled = mean.clone()
-    for _ in range(5000):
+    for _ in range(ROUNDS):
         scaled = scaled * (target / scaled.sum(-2).clamp_min(1e-300))[..., None, :]
         scaled = scaled / scaled.sum(-1, keepdim=True).clamp_min(1e-300)
     return scaled
