@@ -118,7 +118,6 @@ def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, in
 graphs_and_runs_alone = cache(graphs_and_runs)
 
 
-@pytest.mark.study(but=["in place-attached first-False", "part in place-attached first-True"])
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global")
 @pytest.mark.parametrize(("way", "order", "fullgraph"), ACCEPTED)
 def test_training_with_an_evaluation_after_each_epoch(
