@@ -16,8 +16,6 @@ from tcnn_model.kernels import TokenGrid, reference
 from tests.tcnn_model.dense import DEVICE
 from tests.tcnn_model.numerics import assert_rounding, random
 
-pytestmark = pytest.mark.numerical
-
 ROWS, HEADS, DIM = 2, 2, 5
 QUERIES = TokenGrid(1, 5, (2.0, 1.0), (0.5, 0.0))  # followed by a grid of 3 x 5
 KEYS = TokenGrid(2, 3, (1.0, 2.0), (0.0, 0.25))  # followed by a grid of 7 x 3
@@ -144,6 +142,7 @@ def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
         assert_rounding(actual, exact, terms, 2, dtype, name)
 
 
+@pytest.mark.numerical  # not of the kernel, whose interpreter uses NumPy
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_reference_equals_the_equations(form: str, dtype: torch.dtype) -> None:

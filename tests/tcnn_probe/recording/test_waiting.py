@@ -105,7 +105,6 @@ def _record(model: nn.Module, **options: Any) -> xr.DataTree:
     return recorder.tree.load()
 
 
-@pytest.mark.numerical
 @pytest.mark.study(but=["class token", "registers", "heads by layer"])
 @pytest.mark.filterwarnings("ignore:no content_information.*images of several sizes")
 @pytest.mark.parametrize("name", MODELS)
