@@ -382,11 +382,11 @@ def check(top1: xr.DataArray) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     options = [
-        Option("--epochs", "epochs of each network", from_least(1), 6, small=2),
+        Option("--epochs", "epochs of each network", from_least(1), 6, small=1),
         Option("--seeds", "trainings of each network", from_least(1), 5, small=1),
         LIMIT_OPTION,
         SEED_OPTION,
-        small_option("1 seed, 2 epochs, few digits"),
+        small_option("1 seed, 1 epoch, few digits"),
     ]
     return parse_options(__doc__, "ablations", arguments, {"training": options})
 

@@ -242,7 +242,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         small=small[2:],
     )
     groups = {
-        **training_options("1 architecture, 2 epochs", epochs=(6, 2), cnn_epochs=(15, 2)),
+        **training_options(
+            "1 architecture, 2 epochs", limit=(None, 120), epochs=(6, 2), cnn_epochs=(15, 2)
+        ),
         "architectures": [models],
     }
     return parse_options(__doc__, "architectures", arguments, groups, models_not_model)

@@ -72,6 +72,7 @@ from common.models import small_patchconvnet, small_resnet
 from common.option_table import (
     AUGMENT_OPTION,
     SEED_OPTION,
+    changed,
     device_option,
     machine_options,
     model_options,
@@ -425,7 +426,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ),
         Option("--tolerance", "tolerance of the pointing game, in pixels", positive_number, 4.0),
     ]
-    groups = {**models, "training": training, "saliency": saliency}
+    groups = {**changed(models, limit=(None, 80)), "training": training, "saliency": saliency}
     args = parse_options(__doc__, "class_attention_saliency", arguments, groups, data_with_model)
     if args.data == "digits" and not args.epochs:
         raise InputError("--epochs 0 is for a trained model: --model and --pretrained")

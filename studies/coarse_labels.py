@@ -219,6 +219,7 @@ def trained(
         # Both trainings have one recipe, so that they differ in their losses alone.
         weight_decay=1e-4,
         epochs=args.epochs,
+        limit=args.limit,
         warmup_epochs=1,
         batch_size=64,
         watcher="none",
@@ -403,10 +404,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--epochs", "epochs of each training", from_least(2), 10, small=2),
         Option("--lr", "peak learning rate of both", positive_number, 8e-3),
         Option("--ema", "decay of Grafit's target network", positive_number, 0.99, small=0.9),
+        Option(
+            "--limit",
+            "number of training images, and as many to validate on (default: all)",
+            # Fewer would not fill a batch.
+            from_least(64),
+            # There are 450 to validate on.
+            small=450,
+        ),
         Option("--seeds", "trainings of each kind, from --seed on", from_least(1), 3, small=1),
         device_option(),
         SEED_OPTION,
-        small_option("1 seed, 2 epochs, 10 seconds"),
+        small_option("1 seed, 2 epochs, few digits"),
     ]
     return parse_options(__doc__, "coarse_labels", arguments, {"training": options})
 

@@ -320,11 +320,11 @@ def check(results: xr.Dataset) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     options = [
-        Option("--epochs", "epochs of each network", from_least(1), 10, small=2),
+        Option("--epochs", "epochs of each network", from_least(1), 10, small=1),
         Option("--seeds", "students of each kind, from --seed on", from_least(1), 5, small=1),
         LIMIT_OPTION,
         SEED_OPTION,
-        small_option("1 seed, 2 epochs, few digits"),
+        small_option("1 seed, 1 epoch, few digits"),
     ]
     return parse_options(__doc__, "distillation", arguments, {"training": options})
 

@@ -338,7 +338,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
     # Few small images, so that forty trainings take minutes; the rate of queries and keys is as in
     # tcnn_claims.py.
-    few = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16, "cnn_epochs": (6, 2)}
+    few = {"img_size": 32, "clutter": 3, "batch_size": 16}
+    few |= {"limit": (600, 120), "cnn_epochs": (6, 2)}
     training = training_options("2 seeds, 2 epochs", epochs=(4, 2), qk_lr=5e-3, **few)
     seeds = Option("--seeds", "trainings, from --seed on", from_least(1), 20, small=2)
     return parse_options(__doc__, "seeds", arguments, {**training, "seeds": [seeds]}, need_model)

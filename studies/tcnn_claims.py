@@ -411,7 +411,7 @@ def check(results: xr.Dataset, chance: float) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
     few = {"img_size": 32, "clutter": 3, "batch_size": 16}
-    few |= {"limit": (600, 280), "cnn_epochs": (6, 2)}
+    few |= {"limit": (600, 120), "cnn_epochs": (6, 2)}
     # A rate of 0.005 lets queries and keys move 14 times their initial distance from zero, that of
     # the weights 3 times.
     training = training_options("1 seed, 1 epoch", epochs=(4, 1), qk_lr=5e-3, **few)

@@ -378,9 +378,9 @@ def test_a_killed_run_and_those_of_another_seed_are_trained(
         "train_and_measure",
         lambda run, *rest: (trained.append((run.arm, run.seed)), train(run, *rest)),
     )
-    options = ["--resume", "--seeds", "0", "1", "--arms", "A", "C", "D", "--out", str(out)]
+    options = ["--resume", "--seeds", "0", "1", "--arms", "A", "C", "--out", str(out)]
     assert study.main(options) == 0
-    assert trained == [("C", 0), ("A", 1), ("C", 1), ("D", 1)]
+    assert trained == [("C", 0), ("A", 1), ("C", 1)]
     with np.load(file) as again, np.load(io.BytesIO(before)) as first:
         for name in first:
             np.testing.assert_array_equal(again[name], first[name])
@@ -434,7 +434,7 @@ def test_class_attention_scores_every_model_and_method(
             assert (np.isfinite(ds[measure]) == has_score).all(), (name, measure)
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
         masks = probed_images(
-            digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset,
+            digits_loaders(size=32, batch_size=16, seed=0, limit=80, clutter=0)[1].dataset,
             8,
         ).masks
         # For chance, the share of the image that the mask covers.
