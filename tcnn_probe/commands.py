@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -174,18 +174,29 @@ def _describe(store: str) -> str:
         counts = {
             name: int((types == name).sum()) for name in sorted(set(types.values.ravel())) if name
         }
-        source = f" (from {types.attrs['images']} images)" * ("images" in types.attrs)
+        images = types.attrs.get("images")
+        source = f" (from {images} images)" if images else ""
         listed = [f"{count} {name}" for name, count in counts.items()]
         if "uncertain" in types.coords and types.uncertain.any():
             listed.append(f"{int(types.uncertain.sum())} of these uncertain")
         lines += ["", f"types of heads{source}: {', '.join(listed)}"]
-    for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
-        lines += [f"missing: {variable} of {layer}: {reason}" for layer, reason in reasons.items()]
+    lines += _missing(json.loads(ds.attrs.get("missing", "{}")))
     lines += [
         f"unsupported: {layer}: {reason}"
         for layer, reason in json.loads(ds.attrs.get("unsupported", "{}")).items()
     ]
     return "\n".join(lines)
+
+
+def _missing(missing: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield a line for the variables that the same layers lack for the same reason."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for variable, reasons in missing.items():
+        for reason in dict.fromkeys(reasons.values()):
+            layers = ", ".join(layer for layer, why in reasons.items() if why == reason)
+            together.setdefault((layers, reason), []).append(variable)
+    for (layers, reason), variables in together.items():
+        yield f"missing: {', '.join(variables)} of {layers}: {reason}"
 
 
 def _table(ds: xr.Dataset):  # type: ignore[no-untyped-def]  # pandas has no types here
@@ -291,7 +302,8 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
         values = values.sel(layer=names)
     along = ds.attrs["along"]
     if kernels is not None:
-        axes = tcnn_probe.plot.offset_kernels(values.isel({along: -1}))
+        last = {along: -1}
+        axes = tcnn_probe.plot.offset_kernels(values.isel(last), positional=ds.isel(last))
     elif variable == "anatomy":
         axes = tcnn_probe.plot.anatomy(values)
     elif ds.sizes[along] == 1 and {"layer", "head"} <= {*values.dims}:

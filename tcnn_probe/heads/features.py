@@ -69,7 +69,7 @@ class Features:
             )
             for feature, (name, cause) in enumerate(zip(self.names, causes, strict=True)):
                 if undefined[..., feature].any():
-                    reasons.append(f"{name} is not finite" + (f" ({cause})" if cause else ""))
+                    reasons.append(f"{name}: {cause}" if cause else f"{name} is not finite")
             if reasons:
                 by_layer[layer] = "; ".join(reasons)
         return by_layer

@@ -187,7 +187,8 @@ def _title(ds: xr.Dataset) -> str:
     details = [
         f"{name} {label.item()}"
         for name, label in ds.coords.items()
-        if label.size == 1 and name not in ("layer", "head")
+        # What is measured has a unit, such as the distance of uniform attention.
+        if label.size == 1 and name not in ("layer", "head") and "units" not in label.attrs
     ]
     counts = ds.images.values if "images" in ds else np.array([np.nan])
     if np.isfinite(counts).any():

@@ -187,7 +187,8 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
     even, odd = (half.parts(half.convolution(convolution)) for half in halves)
     for part in _PARTS.keys() & even.keys():
-        statistics[_halves_of(part)] = even[part] - odd[part]
+        difference = even[part] - odd[part]
+        statistics[_halves_of(part)] = np.where(means.images < 4, np.nan, difference)
     for part in _PARTS.keys() - statistics.keys():
         statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
     return statistics | {

@@ -85,7 +85,9 @@ UNIFORM = {
         "pixel",
         "side of a cell",
         "Height of the model's input divided by the rows of the finer of the grids of queries and "
-        "keys: distances times it are in pixels. A model that pads its input has larger patches. "
+        "keys: distances times it are in pixels, as in Dosovitskiy et al. (2021); times it and "
+        "divided by the image's height, in image sides, as in Walmer et al. (2023). A model that "
+        "pads its input has larger patches. "
         f"NaN if the grid does not divide the input into squares. {IMAGE_MEAN}",
         is_coordinate=True,
     ),

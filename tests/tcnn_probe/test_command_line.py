@@ -238,8 +238,8 @@ def test_plot_chooses_the_drawing_and_its_values(
     drawn = []
     draw = getattr(tcnn_probe.plot, function)
 
-    def seen(values: xr.Dataset | xr.DataArray, *arguments: object) -> object:
-        drawn.append((values.load(), draw(values, *arguments)))
+    def seen(values: xr.Dataset | xr.DataArray, *arguments: object, **options: object) -> object:
+        drawn.append((values.load(), draw(values, *arguments, **options)))
         return drawn[0][1]
 
     monkeypatch.setattr(tcnn_probe.plot, function, seen)
@@ -278,6 +278,48 @@ def test_show_counts_types_and_names_the_kernels(
     counts.append(f"{uncertain} of these uncertain")
     (line,) = (line for line in lines if line.startswith("types of heads"))
     assert line == f"types of heads (from {types.attrs['images']} images): " + ", ".join(counts)
+
+
+@pytest.mark.filterwarnings("ignore:this recording is of an earlier version")
+@pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_show_reads_a_recording_of_an_earlier_version(
+    anatomies: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ds = xr.open_zarr(anatomies[0])
+    parts = [name for name in ds if str(name).endswith(("information", "selectivity"))]
+    old = ds.drop_vars(parts).assign(content_information=ds.content_information)
+    lacking = dict.fromkeys(ds.layer.values.tolist(), "it began without")
+    old.attrs["missing"] = json.dumps(dict.fromkeys(["gate", "selectivity"], lacking))
+    old.to_zarr(tmp_path / "old.zarr")
+    assert main(["show", str(tmp_path / "old.zarr")]) == 0
+    printed = capsys.readouterr().out
+    assert "\ntypes of heads: " in printed
+    assert printed.endswith(
+        "\nmissing: gate, selectivity of blocks.0.attn, blocks.1.attn: it began without\n"
+    )
+
+
+def test_plot_draws_the_learned_filters_beside_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tcnn_model.reparameterize(
+        timm.create_model("resnet10t", num_classes=5, channels=(8, 16, 16, 32))
+    ).eval()
+    store = tmp_path / "t.zarr"
+    with tcnn_probe.record(model, store, probes=["gpsa", "offset-kernel"]) as recorder:
+        model(torch.randn(2, 3, 64, 96))
+        recorder.mark(epoch=0)
+    draw, rows = tcnn_probe.plot.offset_kernels, []
+
+    def seen(*arguments: object, **options: object) -> object:
+        axes = draw(*arguments, **options)
+        rows.extend(label.get_text() for label in axes.get_yticklabels())
+        return axes
+
+    monkeypatch.setattr(tcnn_probe.plot, "offset_kernels", seen)
+    assert main(["plot", str(store), "offset_kernel", "-o", str(tmp_path / "k.png")]) == 0
+    assert rows == ["conv1", "conv1 learned", "conv2", "conv2 learned"]
 
 
 @pytest.mark.parametrize(

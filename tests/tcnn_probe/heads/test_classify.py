@@ -150,7 +150,7 @@ def test_few_images() -> None:
     # An averaging head is known from any number of images.
     assert set(types.values.ravel()) == {"", "averaging"}
     assert (
-        "key_content_information is not finite (it was measured from fewer than 8 images"
+        "key_content_information: it was measured from fewer than 8 images"
         in json.loads(types.attrs["unlabelled"])["a"]
     )
     np.testing.assert_array_equal(
@@ -188,7 +188,7 @@ def test_without_a_grid_content_and_averages_are_known() -> None:
         "",
     ]
     assert json.loads(types.attrs["unlabelled"]) == {
-        "b": "offset_information is not finite (no grid); position_information is not finite"
+        "b": "offset_information: no grid; position_information is not finite"
     }
 
 

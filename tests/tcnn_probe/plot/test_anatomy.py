@@ -48,7 +48,7 @@ def recorded(marks: int = 1, heads: tuple[int, ...] = HEADS) -> xr.Dataset:
         selectivity=sum(ds[name] for name in PARTS),
         attention_distance=distance,
         images=(dims[:2], np.full(shape[:2], 64)),
-    ).assign_coords(uniform_distance=(dims[:2], np.full(shape[:2], 8.3)))
+    ).assign_coords(uniform_distance=(dims[:2], np.full(shape[:2], 8.3), {"units": "cell"}))
 
 
 def bars(ax: plt.Axes, color: str) -> list[Rectangle]:
@@ -85,6 +85,9 @@ def test_bars_are_the_parts_of_each_head() -> None:
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "2"]
     # Layers are apart, and heads of a layer are not.
     assert ((np.diff(places) > 1.5).nonzero()[0] + 1).tolist() == [5, 8]
+    assert ax.get_title(loc="left").endswith("(epoch 0, from 64 images)")
+    # What is measured of a single layer is no part of the title.
+    ax = tcnn_probe.plot.anatomy(ds.isel(layer=0))
     assert ax.get_title(loc="left").endswith("(epoch 0, from 64 images)")
 
 

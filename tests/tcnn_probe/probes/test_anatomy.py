@@ -276,6 +276,13 @@ def test_equals_brute_force(name: str) -> None:
                 np.testing.assert_allclose(row[part], values, atol=1e-6, err_msg=part)
 
 
+def test_halves_of_three_images_are_not_compared() -> None:
+    recorder = recorded(vit(img_size=(16, 40), depth=1), images(3, 3, 16, 40))
+    for part in (*PARTS, PREFIX):
+        assert recorder.dataset[f"{part}_halves"].isnull().all()
+        assert "fewer than four" in recorder.missing[f"{part}_halves"]["blocks.0.attn"]
+
+
 class Masked(nn.Module):
     """Attention between 5 x 7 patches, with a mask."""
 
