@@ -39,10 +39,14 @@ gc.disable()
 TESTS = Path(__file__).parent
 
 
-# Kills and crashes at random or at every step; a server; processes that run together; dynamo, whose
-# first graph takes seconds.
 EXPERIMENTS = {
-    f"test_{name}.py" for name in ("crash", "kills", "s3", "soak", "processes", "compile", "flex")
+    f"test_{name}.py"
+    for name in (
+        *("crash", "soak"),  # kills and crashes at random or at every step
+        *("kills", "resume", "checkpoint", "shards"),  # trainings that end early and are resumed
+        *("processes", "s3"),  # several processes; a server
+        *("compile", "flex"),  # dynamo, whose first graph takes seconds
+    )
 }
 
 

@@ -31,6 +31,7 @@ def test_output_is_laid_out_for_one_product_over_heads_and_channels() -> None:
     assert run(case.inputs(torch.float32), case).transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.study
 def test_inputs_with_any_strides() -> None:
     case = Case(CASE.y, CASE.x, heads=2, dim=3, channels=5, batch=2)
     tensors = case.inputs()

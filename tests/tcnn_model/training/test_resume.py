@@ -86,7 +86,6 @@ def _disturb(number: int) -> None:
     random.seed(number)
 
 
-@pytest.mark.study
 def test_run_that_is_cut_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has 2 epochs of 3 steps, converts to a T-CNN after the first,
     and writes a checkpoint after each step.
@@ -110,7 +109,6 @@ def test_run_that_is_cut_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
 
 
-@pytest.mark.study
 def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
     complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +120,6 @@ def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
     assert_same_weights(finish(settings, resume=True), complete)
 
 
-@pytest.mark.study
 def test_killed_process_with_workers_resumes(complete: dict[str, Any], tmp_path: Path) -> None:
     """The process and its workers are killed at random moments after new checkpoints."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)

@@ -66,6 +66,7 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(
     assert ds.gate.notnull().all()
 
 
+@pytest.mark.study
 def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

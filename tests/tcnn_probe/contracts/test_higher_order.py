@@ -124,7 +124,7 @@ class Inner(nn.Module):
 OLD = torch.__version__ < (2, 9)
 
 
-@pytest.mark.study(but=["flex", "checkpoint", "vmap", "compiled function"])
+@pytest.mark.study(but=["checkpoint", "vmap", "compiled function"])
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile",
     "ignore::DeprecationWarning",

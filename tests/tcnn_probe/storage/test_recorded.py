@@ -40,6 +40,7 @@ def test_a_recording_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.study
 def test_forwards_before_a_failed_commit_count_once(tmp_path: Path) -> None:
     model = Chain()
     path = tmp_path / "run.zarr"
