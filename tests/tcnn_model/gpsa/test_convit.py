@@ -211,7 +211,7 @@ def test_models_that_cannot_be_accelerated_are_refused() -> None:
         ValueError,
         match=r"no ConViT attention in ResNet: accelerate\(\) is for timm's convit_",
     ):
-        accelerate(timm.create_model("resnet18"))
+        accelerate(timm.create_model("resnet18", channels=(8, 8, 8, 8)))
     model = _model()
     with (
         accelerate(model),
