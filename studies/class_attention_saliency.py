@@ -400,7 +400,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "validation images to explain, spread evenly",
             from_least(1),
             48,
-            small=8,
+            small=4,
             data=32,
         ),
         Option(

@@ -52,11 +52,13 @@ import torch.nn.functional as F
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
 from common.figures import STYLE, add_letters
+from common.folder import spread
 from common.option_table import SEED_OPTION, device_option, small_option
 from common.options import Option, from_least, parse_options, positive_number
 from common.output import RunOutput, ended, finish, seeds_of
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     trainings = [score_seed(args, output, seed) for seed in seeds_of(args)]
     scores = xr.concat(trainings, "training")
     output.save(scores)
-    neighbours = draw_neighbours(scores.nearest.isel(training=0))
+    neighbours = draw_neighbours(scores.nearest.isel(training=0), args.limit)
     neighbours.savefig(output.beside("_neighbours.png"), dpi=120)
     output.show(draw(scores), table(scores))
     return finish(check(scores), args)
@@ -106,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dataset:
     """Train in both ways, and score each kind of features."""
-    gallery, queries = pictures("train"), pictures("validation")
+    gallery, queries = (pictures(split, args.limit) for split in ("train", "validation"))
     torch.manual_seed(seed)
     model = network()  # random weights first
     features = [(pooled(model, gallery.images), pooled(model, queries.images))]
@@ -122,11 +124,13 @@ def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dat
             features.append((pooled(model, gallery.images), pooled(model, queries.images)))
             parities.append(outputs(model, queries.images).softmax(1))
         else:
-            model = loaded(Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights)
+            count = len(weights["labels"])
+            model = loaded(Grafit(network(), 2, count, dim=DIM), weights)
             # The memory still averages over the weights of many epochs; the thesis recomputes it at
             # test time, too.
             digits = torch.from_numpy(gallery.digits)
-            model.refresh(torch.arange(len(digits)), digits % 2, gallery.images)
+            numbers = torch.tensor(spread(count, args.limit or count))
+            model.refresh(numbers, digits % 2, gallery.images)
             # Grafit's instance loss is on embeddings, so the trunk may know details that they have
             # dropped.
             for part in (model.trunk, model.embed):
@@ -267,16 +271,21 @@ class Pictures(NamedTuple):
     digits: np.ndarray
 
 
-def pictures(split: str = "validation") -> Pictures:
-    """Return the images of a split, as the networks are validated on them,
+def read(split: str, limit: int | None) -> list[tuple[Image.Image, int]]:
+    """Return the images of a split that the limit of the trainings leaves,
     and which digit each shows.
     """
     splits = ("train", "validation")
     source = open_sources("digits", "", splits)[splits.index(split)]
+    return [source.read(number) for number in spread(len(source), limit or len(source))]
+
+
+def pictures(split: str, limit: int | None) -> Pictures:
+    """Return the images of a split, as the networks are validated on them, and their digits."""
     # timm's own crop would cut off the border.
     uncropped = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
     transform = create_transform(**resolve_data_config(uncropped, model=network()))
-    images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
+    images, digits = zip(*read(split, limit), strict=True)
     return Pictures(torch.stack([transform(image) for image in images]), np.array(digits))
 
 
@@ -317,15 +326,16 @@ def draw_bars(panel: Axes, means: xr.DataArray, colors: list[str], *, named: boo
 
 
 @mpl.rc_context(STYLE)
-def draw_neighbours(nearest: xr.DataArray) -> Figure:
+def draw_neighbours(nearest: xr.DataArray, limit: int | None) -> Figure:
     """Draw images and the training images nearest to them,
     framed by what they share (thesis, Fig. 2.6).
 
     Args:
         nearest: Numbers of training images, (features, image, rank).
+        limit: Number of images of the trainings; None for all.
     """
-    gallery, queries = (open_sources("digits", "", ("train", "validation"))[n] for n in (0, 1))
-    digits = np.array([queries.read(n)[1] for n in range(len(queries))])
+    gallery, queries = (read(split, limit) for split in ("train", "validation"))
+    digits = np.array([digit for _, digit in queries])
     # The first image of every other digit.
     queried = [int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 2)]
     kinds = ("plain", "Grafit's embedding")
@@ -334,11 +344,11 @@ def draw_neighbours(nearest: xr.DataArray) -> Figure:
     for panel in panels.ravel():
         panel.set(xticks=[], yticks=[])
     for row, (query, kind) in enumerate((query, kind) for query in queried for kind in kinds):
-        image, digit = queries.read(query)
+        image, digit = queries[query]
         panels[row, 0].imshow(image)
         panels[row, 0].set_ylabel(kind.removeprefix("Grafit's "), fontsize=7)
         for rank, number in enumerate(nearest.sel(features=kind)[query].values):
-            neighbour, neighbour_digit = gallery.read(int(number))
+            neighbour, neighbour_digit = gallery[number]
             panels[row, 1 + rank].imshow(neighbour)
             match = "none"
             if neighbour_digit == digit:
@@ -406,11 +416,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--ema", "decay of Grafit's target network", positive_number, 0.99, small=0.9),
         Option(
             "--limit",
-            "number of training images, and as many to validate on (default: all)",
+            "number of images to train on, and as many to validate on (default: all)",
             # Fewer would not fill a batch.
             from_least(64),
-            # There are 450 to validate on.
-            small=450,
+            small=192,
         ),
         Option("--seeds", "trainings of each kind, from --seed on", from_least(1), 3, small=1),
         device_option(),

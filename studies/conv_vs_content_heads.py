@@ -366,7 +366,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             choices=MODES,
         ),
         Option("--draws", "random sets of heads for each type", from_least(1), 3, small=2),
-        Option("--images", "validation images for types", from_least(2), 64, small=16, data=1000),
+        Option("--images", "validation images for types", from_least(2), 64, small=8, data=1000),
         Option(
             "--head-images",
             "validation images for single heads",
@@ -375,7 +375,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             small=2,
             data=200,
         ),
-        replace(CORRUPTIONS_OPTION, small=["shot_noise", "contrast"]),
+        replace(CORRUPTIONS_OPTION, small=["contrast"]),
         severities_option([1]),
         Option(
             "--epsilon",
@@ -384,7 +384,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             1 / 255,
         ),
     ]
-    small = "1 seed, 1 epoch, 2 modes, 2 corruptions, few images, heads peaked from the start"
+    small = "1 seed, 1 epoch, 2 modes, 1 corruption, few images, heads peaked from the start"
     groups = {
         # The rate of queries and keys is five times that of the other weights.
         **training_options(small, epochs=(6, 1), qk_lr=5e-3),

@@ -190,7 +190,7 @@ def test_wrong_options_say_so_and_write_nothing(
 def test_a_killed_run_resumes_to_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = "--limit 80 --img-size 32 --batch-size 16 --epochs 2 --cnn-epochs 1"
+    small = "--limit 40 --img-size 32 --batch-size 16 --epochs 2 --cnn-epochs 1"
     tiny = [*small.split(), "--device", "cpu", "--seed", "3"]
     uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"

@@ -200,7 +200,7 @@ def test_coarse_labels_are_tested_on_the_validation_images(
     weights = torch.load(out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True)[
         "state_dict"
     ]
-    images, digits = coarse_labels.pictures("validation")
+    images, digits = coarse_labels.pictures("validation", 192)
     with torch.no_grad():
         named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
     top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
@@ -417,7 +417,7 @@ def test_class_attention_scores_every_model_and_method(
         assert dict(ds.saliency.sizes) == {
             "epoch": 2,
             "attribution": len(methods),
-            "image": 8,
+            "image": 4,
             "y": 32,
             "x": 32,
         }
@@ -435,7 +435,7 @@ def test_class_attention_scores_every_model_and_method(
         np.testing.assert_allclose(ds.probability.sum("class"), 1, rtol=1e-5)
         masks = probed_images(
             digits_loaders(size=32, batch_size=16, seed=0, limit=80, clutter=0)[1].dataset,
-            8,
+            4,
         ).masks
         # For chance, the share of the image that the mask covers.
         chance = ds.energy_inside.sel(attribution="chance")
