@@ -44,6 +44,7 @@ EXPERIMENTS = {
     for name in (
         *("crash", "soak"),  # kills and crashes at random or at every step
         *("kills", "resume", "checkpoint", "shards"),  # trainings that end early and are resumed
+        *("callbacks", "finetuning"),  # trainings that are recorded
         *("processes", "s3"),  # several processes; a server
         *("compile", "flex"),  # dynamo, whose first graph takes seconds
     )

@@ -34,7 +34,7 @@ def test_kernels_equal_the_equations(name: str, dtype: torch.dtype) -> None:
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
-@pytest.mark.study(but=["torch.bfloat16"])
+@pytest.mark.study
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_block_sizes_of_the_gpu(dtype: torch.dtype) -> None:

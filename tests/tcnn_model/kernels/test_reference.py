@@ -63,7 +63,7 @@ def test_reference_equals_the_papers_equations(case: Case) -> None:
         assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
 
 
-@pytest.mark.study(but=["strided"])
+@pytest.mark.study
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 def test_reference_equals_the_kernels(case: Case) -> None:
     """Results agree to 1e-10 of the largest value:

@@ -281,7 +281,7 @@ def test_a_classifier_of_other_classes_is_reported(tmp_path: Path) -> None:
     assert "is kept, though" not in " ".join(reports)
 
 
-@pytest.mark.study(but=["0"])
+@pytest.mark.study
 @pytest.mark.parametrize("reparameterize_at", [None, 0])
 def test_attention_pool_is_trained_and_specialised(
     reparameterize_at: int | None, tmp_path: Path

@@ -80,7 +80,6 @@ def lightning_trainer(callback: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.study
 def test_lightning_marks_each_validation(tmp_path: Path) -> None:
     need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
@@ -156,7 +155,6 @@ def hugging_face_trainer(folder: Path, steps: int, callbacks: list[Any], **optio
     )
 
 
-@pytest.mark.study
 def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
     transformers = need("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback

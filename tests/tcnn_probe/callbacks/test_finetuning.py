@@ -39,7 +39,6 @@ def _config(out: Path, **settings: Any) -> Config:
     )
 
 
-@pytest.mark.study
 def test_each_epoch_of_a_resumed_run_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +65,6 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(
     assert ds.gate.notnull().all()
 
 
-@pytest.mark.study
 def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

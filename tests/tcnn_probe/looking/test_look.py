@@ -131,7 +131,7 @@ def test_random_weights_are_the_same_in_each_process(photographs: Path) -> None:
     np.testing.assert_array_equal(*entropies)
 
 
-@pytest.mark.study(but=["3"])
+@pytest.mark.study
 @pytest.mark.parametrize("killed_at", [1, 3])
 def test_a_killed_process_is_continued(
     killed_at: int,
@@ -371,7 +371,7 @@ def test_command_compares_two_models(photographs: Path, tmp_path: Path) -> None:
     assert len([*tmp_path.glob("two.*.zarr")]) == 2
 
 
-@pytest.mark.study(but=["False"])
+@pytest.mark.study
 @pytest.mark.parametrize("scheduler", [False, True])
 def test_many_models_have_a_table_and_pages(
     scheduler: bool,

@@ -207,9 +207,9 @@ def test_bfloat16_attention_between_segments() -> None:
         ("hidden", False, 0),
         ("lowered", False, 0),
         ("swallowed", False, 0),
-        ("lowered", True, 0),
+        pytest.param("lowered", True, 0, marks=pytest.mark.study),
         ("hidden", False, 2),
-        ("hidden", True, 2),
+        pytest.param("hidden", True, 2, marks=pytest.mark.study),
     ],
 )
 def test_masked_queries_and_keys(
