@@ -280,6 +280,12 @@ class Config:
     checkpoint_steps: int | None = _option("run", "also write a checkpoint every so many steps")
     keep: int = _option("run", "number of epochs whose checkpoints are kept", 2)
     tensorboard: bool = _option("run", "also write the scalars for TensorBoard", False)
+    health: bool = _option(
+        "run", "also record the health of attention layers, and warn of new alarms", False
+    )
+    images: int | None = _option(
+        "run", "number of validation images whose attention is recorded as maps (default: none)"
+    )
     watcher: str | None = _option(
         "run",
         "what watches the training, as module:class; none for nothing",

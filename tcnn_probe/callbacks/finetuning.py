@@ -22,27 +22,26 @@ class Recording:
     Args:
         model: Model that is trained.
         folder: Folder of the run.
-        settings: Settings of the run; files and folders of this machine are left out.
+        settings: Settings of the run, which become attributes, but for files and folders of this
+            machine; ``health`` and ``images`` are the recorder's.
     """
 
     def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
         self._model = model
         self._store = folder / "recording.zarr"
-        # These settings are meaningless on other machines, or private.
-        local = (
-            "data",
-            "weights",
-            "teacher_weights",
-            "out",
-            "watcher",
-            "device",
-        )
-        self._attrs = {name: value for name, value in settings.items() if name not in local}
+        # The other settings are meaningless on other machines, or private.
+        local = {"data", "weights", "teacher_weights", "out", "watcher", "device"}
+        options: dict[str, Any] = {
+            name: settings[name] for name in ("health", "images") if settings.get(name)
+        }
+        self._attrs = {
+            name: value for name, value in settings.items() if name not in local | {*options}
+        }
         try:
-            self._recorder = Recorder(model, self._store, attrs=self._attrs)
+            self._recorder = Recorder(model, self._store, attrs=self._attrs, **options)
         except OtherLayersError:
             self._store = folder / "recording-converted.zarr"
-            self._recorder = Recorder(model, self._store, attrs=self._attrs)
+            self._recorder = Recorder(model, self._store, attrs=self._attrs, **options)
         # The command resumes from its own checkpoints, also within an epoch.
         self._recorder.trust_weights()
 

@@ -93,6 +93,16 @@ def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     assert tree["heads"].gate.sel(run="b").isnull().all()
 
 
+def test_maps_and_health_are_recorded_on_request(tmp_path: Path) -> None:
+    settings = _config(tmp_path, reparameterize_at=1, images=2, health=True)
+    list(train(settings, progress=False))
+    tree = tcnn_probe.open(tmp_path / "recording.zarr")
+    (maps,) = tree["maps"].children.values()
+    assert maps.dataset.image.values.tolist() == [0, 1]
+    assert maps.dataset.center_attention.sel(epoch=2).notnull().any()
+    assert tree["heads"].token_norm.sel(epoch=2).notnull().all()
+
+
 def test_a_model_with_heads_that_gets_more_is_recorded_in_a_second_store(
     tmp_path: Path,
 ) -> None:
