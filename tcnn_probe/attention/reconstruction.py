@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_probe.architectures.lookup import as_rows, known
+from tcnn_probe.architectures.lookup import as_rows, head_count, known
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.residual_stream import residual_tokens
@@ -104,7 +104,13 @@ def softmax_attention_of(
             "not split"
         )
     logits = logits_of(seen, module)
-    rows, _, queries, keys = logits.shape
+    rows, heads, queries, keys = logits.shape
+    named = head_count(module)
+    is_swapped = named == rows != images if named else images and rows % images
+    if is_swapped and heads == images:
+        raise NoTokenAttentionError(
+            "its attention has the heads before the images: expected (images, heads, queries, keys)"
+        )
     columns = None if seen.value is None else seen.value.shape[-1]
     if is_between_channels(logits.shape, columns, running):
         raise NoTokenAttentionError(BETWEEN_CHANNELS)

@@ -373,6 +373,34 @@ def test_attention_between_whole_views_is_not_between_channels(how: str) -> None
     assert recorder.dataset.entropy.item() == pytest.approx(entropy.item(), rel=1e-4)
 
 
+class HeadsFirst(nn.Module):
+    """Attention in (heads, images, queries, keys)."""
+
+    def __init__(self, named: bool, fused: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 4, 4)
+        self.fused = fused
+        if named:
+            self.num_heads = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT.unflatten(2, (3, 4)).permute(2, 0, 1, 3)
+        if self.fused:
+            return F.scaled_dot_product_attention(x, x, x)
+        return (x @ x.mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("named", "count"), [(True, 1), (True, 2), (True, 6), (False, 5)])
+def test_heads_before_images_are_not_taken_for_images(named: bool, count: int, fused: bool) -> None:
+    model, x = HeadsFirst(named, fused), torch.randn(count, 3, 16, 24)
+    with tcnn_probe.record(model.eval()) as recorder, torch.no_grad():
+        model(x)
+        with pytest.raises(RuntimeError, match="heads before the images"):
+            recorder.mark(epoch=0)
+        recorder.discard()
+
+
 class NestedAttention(nn.Module):
     """Attention between the patches of images of several sizes, in nested tensors."""
 
