@@ -20,7 +20,7 @@ from tcnn_probe.interventions.references import ReferenceStatistics, fingerprint
 from tcnn_probe.interventions.token_places import GridFinder
 from tcnn_probe.models import untouched
 
-__all__ = ["ModelCalls", "collect_references", "edited_model"]
+__all__ = ["ModelCalls", "collect_references", "count_heads", "edited_model"]
 
 
 class ModelCalls(Calls[Call]):
@@ -122,3 +122,9 @@ def collect_references(
             size = batch.shape[1:]
     for reference in references:
         reference.finish(size)
+
+
+def count_heads(model: nn.Module, ablated: Sequence[Ablated], images: Tensor) -> None:
+    """Run the model on some images, in which layers show their numbers of heads."""
+    with edited_model(model, ablated), untouched(model), torch.no_grad():
+        model(images)

@@ -9,7 +9,7 @@ import xarray as xr
 from torch import nn
 
 from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, use_grids
-from tcnn_probe.interventions.edited_forwards import collect_references
+from tcnn_probe.interventions.edited_forwards import collect_references, count_heads
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import GivenImages, as_batches
 
@@ -50,7 +50,8 @@ class Rungs:
         or over ``images`` if it is None.
 
         Raises:
-            ValueError: A mode is unknown or cannot be used, or no layer can do it.
+            ValueError: A mode is unknown or cannot be used, no layer can do it, or none computed
+                attention.
         """
         entries: dict[Mode, list[Ablated]] = {}
         for mode in modes:
@@ -62,12 +63,23 @@ class Rungs:
             for entry in entries[mode]:
                 entry.strict = False
                 entry.radius = radius
-        use_grids(model, [x for group in entries.values() for x in group], queries)
-        over_images = [x for group in entries.values() for x in group if x.takes_images]
+        rungs = cls(model, entries)
+        use_grids(model, rungs.all, queries)
+        over_images = [entry for entry in rungs.all if entry.takes_images]
         if over_images:
             given = images if reference is None else reference
             collect_references(model, over_images, as_batches(given, model), seed)
-        return cls(model, entries)
+        # Some layers do not state their number of heads.
+        uncounted = [x for x in rungs.all if x.count is None and not x.takes_images]
+        if uncounted:
+            count_heads(model, uncounted, next(iter(as_batches(images, model)))[:1])
+        layers = {entry.layer: entry.count for entry in rungs.all}
+        if layers and not any(layers.values()):
+            raise ValueError(
+                f"expected layers that compute attention between tokens, got {[*layers]}, which "
+                "computed none in a forward"
+            )
+        return rungs
 
     @property
     def all(self) -> list[Ablated]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import xarray as xr
 from timm.layers import Attention
 from torch import Tensor, nn
 
@@ -46,6 +47,14 @@ class OfHeads(nn.Module):
         return weights @ self.head(self.attn(tokens))
 
 
+class UncountedAttention(Attention):
+    """Attention with 3 heads, a number that no attribute states."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 def total(output: Any, target: Any) -> Tensor:
     """Return a number for each image that is linear in the output."""
     return (output * torch.arange(1.0, output.shape[1] + 1)).sum(1)
@@ -68,6 +77,26 @@ def test_first_order_is_exact_where_the_model_is_linear(fused: bool, queries: An
     size = float(total(model(x), None).detach().abs().max())
     assert abs(costs[0] - costs[1]).max() < ROUNDINGS * size
     assert (abs(costs[1]).max(("head", "image")) > 1e-3).all()
+
+
+@pytest.mark.parametrize("function", [tcnn_probe.head_costs, tcnn_probe.head_importance])
+def test_heads_of_an_unstated_number_are_counted(function: Any) -> None:
+    """The layer shows it when it runs, which modes without given images would not let it do."""
+    model, x = OfHeads().double().eval(), torch.randn(5, 3, 24, 40).double()
+    choices: list[dict[str, Any]] = [
+        {"modes": ["zero"]},
+        {"modes": ["uniform"], "heads": {"attn": [2]}},
+        {"modes": ["static", "uniform", "zero"]},
+    ]
+    expected = [function(model, x, total, **choice) for choice in choices]
+    model.attn.__class__ = UncountedAttention
+    del model.attn.num_heads
+    for choice, costs in zip(choices, expected, strict=True):
+        xr.testing.assert_allclose(function(model, x, total, **choice), costs, rtol=1e-9)
+    with pytest.raises(ValueError, match="'attn' has 3 heads, from 0 to 2; got head 3"):
+        function(model, x, total, modes=["zero"], heads={"attn": 3})
+    with pytest.raises(ValueError, match=r"got \['head'\], which computed none"):
+        function(model, x, total, heads="head")
 
 
 def test_random_directions_estimate_the_norm_of_the_change() -> None:
