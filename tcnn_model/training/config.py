@@ -386,6 +386,7 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     """
     parser = argparse.ArgumentParser(
         "tcnn-finetune",
+        allow_abbrev=False,
         usage="%(prog)s MODEL [--data FOLDER] [--recipe NAME] [options]",
         description="Train a model of timm as the papers do.",
     )

@@ -6,7 +6,6 @@ import numpy as np
 import xarray as xr
 
 from tcnn_probe.heads.classify import head_types
-from tcnn_probe.models import whole_number
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -79,7 +78,7 @@ def random_heads(
     selected = _over_heads(like, "like")
     pool = xr.ones_like(selected) if among is None else _over_heads(among, "among")
     pool = pool.reindex_like(selected, fill_value=False)
-    generator = np.random.default_rng(whole_number(seed, "seed"))
+    generator = np.random.default_rng(seed)
     drawn = xr.zeros_like(selected)
     for layer, row in enumerate(selected.values):
         heads, count = np.flatnonzero(pool.values[layer]), int(row.sum())

@@ -54,6 +54,7 @@ from tcnn_probe.evaluation import disagreement
 assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
 tcnn_probe.load_example()
 types = {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in ("content", "gate")}
+tcnn_probe.head_table(ds)
 plot.anatomy(ds.isel(epoch=-1))
 plot.evolution(ds.gate)
 rng = np.random.default_rng(0)
