@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tcnn_model.extras import needed_for
+
 # The package needs nothing but torch and timm, not even lazy_loader, by which tcnn_probe does the
 # same.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
@@ -22,10 +24,16 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
+    """Import a public name when it is first used.
+
+    Raises:
+        AttributeError: There is no such name.
+        ModuleNotFoundError: The name needs a package, such as timm, that is not installed.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name], __name__), name)
+    with needed_for(f"{__name__}.{name}"):
+        value = globals()[name] = getattr(import_module(_MODULES[name], __name__), name)
     return value
 
 
@@ -39,9 +47,7 @@ class _Package(ModuleType):
     @property
     def gpsa(self) -> Any:
         """The function :func:`tcnn_model.gpsa`."""
-        from tcnn_model.gpsa.functional import gpsa
-
-        return gpsa
+        return __getattr__("gpsa")
 
     @gpsa.setter
     def gpsa(self, folder: ModuleType) -> None:

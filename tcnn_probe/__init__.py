@@ -6,13 +6,11 @@ used, so that reading a recording needs neither torch nor timm.
 
 from typing import Any
 
-import lazy_loader
-
-from tcnn_probe.extras import needed_for
+from tcnn_probe.extras import attach_stub
 
 __version__ = "0.1.0"
 
-_get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_get, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
@@ -24,8 +22,7 @@ def __getattr__(name: str) -> Any:
         ModuleNotFoundError: The name needs a package, such as torch, that is not installed.
     """
     try:
-        with needed_for(f"tcnn_probe.{name}"):
-            return _get(name)
+        return _get(name)
     except AttributeError:
         import difflib
 

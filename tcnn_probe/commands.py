@@ -16,6 +16,7 @@ from typing import Any
 import xarray as xr
 
 import tcnn_probe
+from tcnn_probe.extras import needed_for
 from tcnn_probe.storage import StoreError, numbers
 
 __all__ = ["run"]
@@ -52,27 +53,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        if options.command == "info":
-            print(_printable("\n".join(_info())))
-        elif options.command == "show":
-            print(_printable(_describe(options.store)))
-        elif options.command == "health":
-            limits = {name: float(value) for name, value in options.limit}
-            findings = tcnn_probe.health(_open_numbers(options.store), **limits)
-            print(_printable(repr(findings)))
-            return 1 if findings.alarms else 0
-        elif options.command == "compare":
-            print(_printable(_compare(*options.stores)))
-        elif options.command == "report":
-            tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
-        elif options.command == "maps":
-            _maps(options)
-        elif options.command == "look":
-            from tcnn_probe.looking.command import run_look
-
-            run_look(options)
-        else:
-            _plot(options.store, options.variable, options.layers, options.output)
+        with needed_for(f"tcnn-probe {options.command}"):
+            return _execute(options)
     except (
         StoreError,
         ValueError,
@@ -87,6 +69,30 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tcnn-probe: interrupted", file=sys.stderr)
         return 130
+
+
+def _execute(options: argparse.Namespace) -> int:
+    if options.command == "info":
+        print(_printable("\n".join(_info())))
+    elif options.command == "show":
+        print(_printable(_describe(options.store)))
+    elif options.command == "health":
+        limits = {name: float(value) for name, value in options.limit}
+        findings = tcnn_probe.health(_open_numbers(options.store), **limits)
+        print(_printable(repr(findings)))
+        return 1 if findings.alarms else 0
+    elif options.command == "compare":
+        print(_printable(_compare(*options.stores)))
+    elif options.command == "report":
+        tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
+    elif options.command == "maps":
+        _maps(options)
+    elif options.command == "look":
+        from tcnn_probe.looking.command import run_look
+
+        run_look(options)
+    else:
+        _plot(options.store, options.variable, options.layers, options.output)
     return 0
 
 

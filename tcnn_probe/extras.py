@@ -1,29 +1,27 @@
-"""Packages that not every installation has;
-an error names the one that is missing, and the line that installs it.
+"""Public names that are imported when they are first used;
+an error names the package that is missing, and the line that installs it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["needed_for"]
+import lazy_loader
 
-# Packages that are called otherwise where they are installed from.
-_PACKAGES = {"sklearn": "scikit-learn"}
+from tcnn_model.extras import needed_for
+
+__all__ = ["attach_stub", "needed_for"]
 
 
-@contextmanager
-def needed_for(purpose: str) -> Iterator[None]:
-    """Import packages inside the ``with``; an error says what needs one that is missing,
-    and what to type.
-
-    Raises:
-        ModuleNotFoundError: A package is not installed.
+def attach_stub(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package,
+    whose names are listed in ``__init__.pyi`` beside its file.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        package = _PACKAGES.get(name, name)
-        raise ModuleNotFoundError(
-            f"{purpose} needs {package}: pip install {package}", name=error.name
-        ) from error
+    get, names, public = lazy_loader.attach_stub(package, file)
+
+    def get_or_explain(name: str) -> Any:
+        with needed_for(f"{package}.{name}"):
+            return get(name)
+
+    return get_or_explain, names, public

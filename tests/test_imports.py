@@ -62,7 +62,7 @@ PARTS: dict[str, set[str]] = {
             "storage",
         )
     },
-    "callbacks": {"probes", "recording", "schema", "storage"},
+    "callbacks": {"extras", "probes", "recording", "schema", "storage"},
     "interventions": {
         *("architectures", "attention", "heads", "hooks", "images", "models"),
         *("probes", "provenance", "schema"),
@@ -78,6 +78,7 @@ PARTS: dict[str, set[str]] = {
     "looking": {
         "attention",
         "attribution",
+        "extras",
         "images",
         "interventions",
         "models",
@@ -89,7 +90,7 @@ PARTS: dict[str, set[str]] = {
         "storage",
     },
     "command_options": set(),
-    "commands": {"looking", "plot", "reporting", "storage"},
+    "commands": {"extras", "looking", "plot", "reporting", "storage"},
     "command_line": {"command_options", "commands"},
 }
 
@@ -289,14 +290,17 @@ def test_imports_of_all_forms_are_found(
 
 NAMES = """
 import sys
+beside = ("lazy_loader", "zarr", "xarray", "tcnn_probe")
+sys.modules.update(dict.fromkeys(beside))
+import tcnn_model
+for name in beside:
+    del sys.modules[name]
 import tcnn_probe
 heavy = {'torch', 'timm', 'xarray', 'zarr', 'matplotlib', 'bokeh'}
 assert not heavy & {*sys.modules}, "importing the probe imports little"
 
 optional = dict.fromkeys(("bokeh", "captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
-beside = ("lazy_loader", "zarr", "xarray", "tcnn_probe")
 sys.modules.update(optional | dict.fromkeys(beside))
-import tcnn_model
 for name in tcnn_model.__all__:
     getattr(tcnn_model, name)
 
@@ -327,3 +331,77 @@ def test_public_names_need_no_optional_dependency() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+MISSING = """
+import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+
+absent = {*sys.argv[1:]}
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *arguments):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, *arguments)
+
+sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
+import tcnn_model, tcnn_probe
+from tcnn_probe import evaluation, heads
+from tcnn_probe.command_line import main
+
+packages = tcnn_model, tcnn_probe, evaluation, heads
+uses = {f"{p.__name__}.{name}": (getattr, p, name) for p in packages for name in p.__all__}
+modules = "tcnn_model.models", "tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"
+uses |= {name: (import_module, name) for name in modules}
+for name, (use, *arguments) in uses.items():
+    try:
+        use(*arguments)
+    except ModuleNotFoundError as error:
+        module = error.name.partition(".")[0]
+        assert module in absent, error
+        assert str(error) == f"{name} needs {module}: pip install {module}", error
+        print(name)
+for command in ("look", "maps"):
+    assert main([command, "vit_tiny_patch16_224", "pictures", "-o", "page.html"]) == 2
+"""
+
+
+@pytest.mark.study
+@pytest.mark.parametrize(
+    ("also", "needing"),
+    [
+        (
+            [],
+            {
+                "tcnn_model.reparameterize",
+                "tcnn_model.models",
+                "tcnn_probe.look",
+                "tcnn_probe.evaluation.robustness",
+            },
+        ),
+        (["torch"], {"tcnn_model.GPSA", "tcnn_model.gpsa", "tcnn_probe.heads.cross_patch"}),
+    ],
+    ids=["beside torch alone", "without torch"],
+)
+def test_missing_packages_are_named_with_the_line_to_type(
+    also: list[str], needing: set[str]
+) -> None:
+    """Public names, modules and commands say what they need."""
+    absent = ["timm", "torchvision", "captum", "lightning", "transformers", *also]
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING, *absent],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    callbacks = {"tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"}
+    assert needing | callbacks <= {*done.stdout.split()}
+    errors = [line for line in done.stderr.splitlines() if line.startswith("tcnn-probe")]
+    package = (also or absent)[0]
+    assert errors == [
+        f"tcnn-probe: tcnn-probe {command} needs {package}: pip install {package}"
+        for command in ("look", "maps")
+    ]

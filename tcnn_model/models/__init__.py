@@ -2,6 +2,9 @@
 which importing this folder adds to timm's registry.
 """
 
-from tcnn_model.models import patchconvnet, t_resnet
+from tcnn_model.extras import needed_for
+
+with needed_for(__name__):
+    from tcnn_model.models import patchconvnet, t_resnet
 
 __all__ = ["patchconvnet", "t_resnet"]

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from tcnn_probe.extras import needed_for
 
-from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
-from tcnn_probe.recording.recorder import Recorder
+with needed_for(__name__):
+    from transformers import TrainerCallback
+
+    from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
+    from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
 

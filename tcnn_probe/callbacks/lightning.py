@@ -4,10 +4,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from tcnn_probe.extras import needed_for
 
-from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
-from tcnn_probe.recording.recorder import Recorder
+with needed_for(__name__):
+    import lightning.pytorch as pl
+
+    from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
+    from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
 

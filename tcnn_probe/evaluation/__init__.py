@@ -5,6 +5,6 @@ None of these functions needs attention. Names are imported when they are first 
 results can be read and plotted without torch.
 """
 
-import lazy_loader
+from tcnn_probe.extras import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -5,6 +5,6 @@ arrays, and :func:`cross_patch`, which treats layers of MLPs as heads. Names are
 are first used, so that heads of a recording can be classified without torch.
 """
 
-import lazy_loader
+from tcnn_probe.extras import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

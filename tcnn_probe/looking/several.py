@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.looking.look import file_name, look
 from tcnn_probe.models import first_line
 from tcnn_probe.reporting import Report
@@ -84,13 +85,8 @@ def _look_at(task: tuple[str, str, Sequence[str], str, Mapping[str, Any]]) -> st
 
 def _look_on_cluster(tasks: Iterable[Any], scheduler: str) -> list[str | None]:
     """Look with each model on a worker; a model whose worker dies is continued by another one."""
-    try:
+    with needed_for("a scheduler"):
         from distributed import Client
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'a scheduler needs dask.distributed: pip install "tcnn-probe[dask]"',
-            name="distributed",
-        ) from error
     with Client(scheduler) as client:
         # Each call writes files, so that dask must not take two calls for the same.
         results: list[str | None] = client.gather(client.map(_look_at, [*tasks], pure=False))

@@ -26,7 +26,7 @@ PROGRAM = """
 import json, sys, warnings
 from importlib.machinery import PathFinder
 
-absent = {"tcnn_model", *json.loads(sys.argv[2])}
+absent = {*json.loads(sys.argv[2])}
 statistics = {*json.loads(sys.argv[3])}
 
 class Installed(PathFinder):
@@ -95,7 +95,6 @@ except ModuleNotFoundError as error:
     assert str(error) == "tcnn_probe.record needs torch: pip install torch", error
 else:
     raise AssertionError("torch is not absent")
-absent.discard("tcnn_model")  # it is in the wheel
 from tcnn_model.training.__main__ import main
 assert main(["resnet18"]) == 2
 print(json.dumps([ticks, gates, types]))
@@ -169,7 +168,7 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
         module
         for module, distributions in metadata.packages_distributions().items()
         if not packages & {canonicalize_name(name) for name in distributions}
-        and module != "tcnn_probe"
+        and module not in ("tcnn_probe", "tcnn_model")
     ]
 
 
@@ -220,8 +219,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
 @pytest.mark.study
 def test_a_model_of_the_users_own_is_recorded_with_torch_alone() -> None:
     """Packages that the core lacks are named where they are needed, with what to type."""
-    beyond = {*_modules_beyond([*PROJECT["dependencies"], "torch"])}
-    absent = [*(beyond - {"tcnn_model"})]
+    absent = _modules_beyond([*PROJECT["dependencies"], "torch"])
     assert {"timm", "captum", "scipy", "sklearn", "bokeh"} <= {*absent}
     done = subprocess.run(
         [sys.executable, "-c", RECORDING, json.dumps(absent)],
