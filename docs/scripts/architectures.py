@@ -13,12 +13,22 @@ from tcnn_probe.architectures.record import LayerRecord
 
 HEADER = """# Layers with a record
 
+Some layers need more than what is [seen where a model calls torch](recording.md#your-own-model).
+What they need stands in a record of their class, such as the reason why XCiT has no attention
+between tokens:
+
+```python
+import timm
+from tcnn_probe.architectures.lookup import known
+
+xcit = timm.create_model("xcit_nano_12_p8_224", depth=1)
+print(known(xcit.blocks[0].attn).no_attention_matrix)
+```
+
 Written by `python docs/scripts/architectures.py` from [the
 records](../tcnn_probe/architectures/timm_layers.py), which also give the reasons.
 
-Most models need no record, because [attention is seen where the model calls
-torch](recording.md#your-own-model). A class has a record if these calls do not show all that is
-needed:
+A record holds:
 
 - *no attention matrix*: the layer looks like attention but has no matrix between tokens;
   `recorder.unsupported` says why. The layers of `convolve` are recorded, as what their heads are.

@@ -53,6 +53,18 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
+Any of these becomes a T-CNN, or says why not:
+
+```python
+import timm, torch, tcnn_model
+
+cnn = timm.create_model("regnety_002").eval()
+tcnn = tcnn_model.reparameterize(cnn, stride="keep", locality_strength=20, gating=20)
+with torch.no_grad():
+    expected, output = (model(torch.ones(1, 3, 96, 96)) for model in (cnn, tcnn))
+print((output - expected).abs().max() / expected.abs().max())  # the error below
+```
+
 Written by `python docs/scripts/families.py` with timm {version}. The table has the smallest member,
 in full width, of every module of timm that holds models, and members of large families that are
 built differently.

@@ -31,6 +31,18 @@ from tcnn_probe.attention.stream import AttentionStream
 
 HEADER = """# Vision models
 
+Is a model recorded, and what of it is not? One forward says so:
+
+```python
+import timm, torch, tcnn_probe
+
+model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
+with tcnn_probe.record(model) as recorder, torch.no_grad():
+    model(torch.randn(1, 3, 64, 64))
+    print(recorder.layers, recorder.unsupported, recorder.missing)
+    recorder.discard()
+```
+
 Written by `python docs/scripts/models.py`
 with {versions}, from random weights.
 
