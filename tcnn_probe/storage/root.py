@@ -74,7 +74,8 @@ class Root:
             raise place.something_else(f"a {ROOT} of something else, or a damaged one") from error
         if version != SCHEMA_VERSION:
             raise StoreError(
-                f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}"
+                f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}: read it "
+                "with the version of tcnn_probe that wrote it, or record anew, at another path"
             )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)

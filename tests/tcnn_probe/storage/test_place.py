@@ -76,7 +76,7 @@ def with_notes(path: Path) -> None:
             lambda path: zarr.create_array(path, shape=(3,), dtype="float64"),
             "something else than a recording",
         ),
-        (with_version, "run.zarr has schema version 2, expected 3"),
+        (with_version, "schema version 2, expected 3: read it with .* or record anew, at another"),
         (
             lambda path: recording(path, along="step"),
             "has its marks along 'step', expected 'epoch'",
