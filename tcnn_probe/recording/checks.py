@@ -10,16 +10,17 @@ from tcnn_model import AttentionPool2d
 from tcnn_model.conversion.selection import LayerFilter, matching
 from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.hooks.private_torch import COMPILED_CALL
-from tcnn_probe.probes import DEFAULT
+from tcnn_probe.probes import DEFAULT, Probe
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups, LayerValues
 from tcnn_probe.recording.measured import Key
 from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums
-from tcnn_probe.schema import Group
+from tcnn_probe.schema import COUNTS, Group
 from tcnn_probe.storage import EpochStore, StoreError
 
 __all__ = [
     "OtherLayersError",
+    "abandoned_variables",
     "changed_images",
     "check_epoch",
     "check_probes",
@@ -121,20 +122,23 @@ def check_resumed(stored: Groups, current: Groups) -> None:
     """Raise an error if the store has other numbers of a layer.
 
     Layers that have not run yet may be absent, other layers may join, and maps may have another
-    size, as sizes of images may differ from run to run. Variables that the recording began without,
-    in an earlier version, are left out of it.
+    size, as sizes of images may differ from run to run. Variables that only one of both versions of
+    a probe has, that which began the recording or that which continues it, are not compared.
     """
     for path, before in stored.items():
         now = current.get(path, Group({}, {}))
         layers = [layer for layer in before.layers if layer in now.layers]
         if before.maps or not layers:
             continue
-        names = sorted(before.variables.keys() & now.variables.keys())
+        shared = before.variables.keys() & now.variables.keys()
+        names = sorted(shared)
         dims: list[str] = []
         # Sizes and labels are those of the largest layer, and variables those of any, which may be
         # absent.
         if before.layers.keys() == now.layers.keys():
-            names = sorted(before.variables)
+            # Another version of a probe may lack some of its variables; another probe lacks all.
+            if shared <= COUNTS.keys():
+                names = sorted(before.variables)
             dims = sorted({dim for name in names for dim in before.variables[name].dims[1:]})
         there, here = (_facts(group, layers, dims, names) for group in (before, now))
         for fact, value in there.items():
@@ -158,8 +162,23 @@ def _facts(
         facts[f"labels along {dim!r}"] = [*group.coords.get(dim, ())]
     for name in names:
         x = group.variables.get(name)
-        facts[f"variable {name!r}"] = "absent" if x is None else (x.dtype, x.dims, x.units)
+        # Units are not compared: a unit may get another name, such as "cell" for "pixel", and a
+        # number gets another meaning only with another version of the schema.
+        facts[f"variable {name!r}"] = "absent" if x is None else (x.dtype, x.dims)
     return facts
+
+
+def abandoned_variables(stored: Groups, probes: Iterable[Probe]) -> dict[str, list[str]]:
+    """Return the stored variables of each layer that its probes no longer have."""
+    names: dict[str, set[str]] = {}
+    for probe in probes:
+        names.setdefault(probe.place, {*COUNTS}).update(probe.variables)
+    return {
+        layer: sorted(group.variables.keys() - names[place])
+        for place, group in stored.items()
+        if place in names
+        for layer in group.layers
+    }
 
 
 def check_epoch(

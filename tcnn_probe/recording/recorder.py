@@ -380,6 +380,8 @@ class Recorder:
         if self._groups is None and stored is not None:
             checks.check_resumed(stored, groups_of(entries))
             warned += checks.joined_layers(stored, groups)
+            for layer, names in checks.abandoned_variables(stored, collector.probes).items():
+                collector.note_missing(layer, names, "its probe no longer measures it")
         values, dropped = assemble(entries, groups)
         for layer, names in dropped.items():
             collector.note_missing(layer, names, "the recording began without it")

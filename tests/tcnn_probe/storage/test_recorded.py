@@ -60,7 +60,7 @@ def test_forwards_before_a_failed_commit_count_once(tmp_path: Path) -> None:
     xr.testing.assert_equal(ds.drop_vars("fresh"), record_epochs(model, None, range(3)))
 
 
-def test_a_recording_is_continued_without_the_variables_of_a_later_version(tmp_path: Path) -> None:
+def test_a_recording_is_continued_with_the_variables_of_two_versions(tmp_path: Path) -> None:
     def probe(**sizes: int) -> tcnn_probe.Probe:
         """Return a probe of sums over channels, with a variable of each name and size."""
         variables = {
@@ -77,7 +77,7 @@ def test_a_recording_is_continued_without_the_variables_of_a_later_version(tmp_p
         )
 
     model, path = nn.Sequential(nn.Conv2d(2, 5, 3)).eval(), tmp_path / "run.zarr"
-    for epoch, sizes in enumerate(({"a": 2}, {"a": 2, "b": 3})):
+    for epoch, sizes in enumerate(({"a": 2, "old": 3}, {"a": 2, "b": 3})):
         with tcnn_probe.record(model, path, probes=probe(**sizes)) as recorder:
             for mark in (2 * epoch, 2 * epoch + 1):
                 with torch.no_grad():
@@ -86,9 +86,13 @@ def test_a_recording_is_continued_without_the_variables_of_a_later_version(tmp_p
                 warns = pytest.warns(RuntimeWarning, match=r"without them: \['b'\]")
                 with warns if mark == 2 else nullcontext():
                     recorder.mark(epoch=mark)
-    assert recorder.missing == {"b": {"0": "the recording began without it"}}
+    assert recorder.missing == {
+        "b": {"0": "the recording began without it"},
+        "old": {"0": "its probe no longer measures it"},
+    }
     ds = recorder.tree["own"].dataset
-    assert {*ds.data_vars} == {"a", "images", "nonfinite_images"}
+    assert {*ds.data_vars} == {"a", "old", "images", "nonfinite_images"}
+    assert ds.old.notnull().all(("layer", "of_old")).values.tolist() == [True, True, False, False]
     expected = output.double().mean((0, 2, 3))[:2]
     np.testing.assert_allclose(ds.a[3, 0], expected, rtol=1e-6)
     with tcnn_probe.record(model, path, probes=probe(b=3)) as recorder:
