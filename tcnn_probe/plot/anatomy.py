@@ -3,7 +3,7 @@ as stacked bars by layer or as bands over a training.
 """
 
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     axis_label,
     label_layers,
     legend_above,
+    legend_below,
     letters_across,
     whole_number_ticks,
 )
@@ -35,7 +36,9 @@ _STYLES = {
 }
 
 
-def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) -> "Axes":
+def anatomy(
+    ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool | Literal["below"] = True
+) -> "Axes":
     """Draw how much of each head's attention is convolution,
     position, key content and query-key content, in nat.
 
@@ -56,15 +59,19 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection.
         ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new
             figure.
-        legend: Draw a legend of the parts, above the axes.
+        legend: Draw a legend of the parts, above the axes (True), or "below", at the foot of the
+            figure, which suits a narrow one.
 
     Returns:
         The axes; with a title, if they had none.
 
     Raises:
         TypeError: ``ds`` is no dataset.
-        ValueError: The recording lacks the parts or has a further dimension, or all values are NaN.
+        ValueError: The recording lacks the parts or has a further dimension, all values are NaN, or
+            ``legend`` is another word.
     """
+    if legend not in (True, False, "below"):
+        raise ValueError(f"expected legend=True, False or 'below', got {legend!r}")
     parts = _parts(ds)
     marks = [dim for dim in parts.dims if dim not in ("part", "layer", "head")]
     along = [dim for dim in marks if parts.sizes[dim] > 1]
@@ -80,7 +87,7 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
         lines = wrap(_title(ds), letters_across(axes))
         axes.set_title("\n".join(lines), loc="left", fontsize="small")
     if legend:
-        legend_above(axes)
+        (legend_below if legend == "below" else legend_above)(axes)
     return axes
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
-from numpy.typing import NDArray
 
 from tcnn_probe.plot.style import (
     check_pixel,
@@ -40,6 +39,7 @@ def attention_maps(
     heads: int | Collection[int] | None = None,
     col_wrap: int = 12,
     scale: Literal["own", "common"] = "own",
+    show_image: bool = True,
     figure: "AnyFigure | None" = None,
 ) -> "AnyFigure":
     """Draw attention over the image: a row for each layer,
@@ -66,6 +66,8 @@ def attention_maps(
         col_wrap: Number of heads beside each other; further heads of a layer are in rows below.
         scale: "own" for a scale of each map, from 0 to its largest value; "common" to compare maps,
             from 0 to the largest value of all.
+        show_image: Draw the image, at the left and in grey below each map; False for the maps
+            alone, which suit a narrow figure.
         figure: Figure to draw on; None for pyplot's current figure if it is empty, else a new one
             of fitting size.
 
@@ -89,7 +91,7 @@ def attention_maps(
     rows = _rows(maps.isel(image=image), query, layers, heads)
     columns = max(_columns(row.sizes["head"], col_wrap) for row in rows)
     panel_rows = sum(math.ceil(row.sizes["head"] / columns) for row in rows)
-    image_panels = min(3, panel_rows)  # width of the image
+    image_panels = min(3, panel_rows) if show_image else 0  # width of the image
     canvas: Any = figure
     if canvas is None:
         side = min(_PANEL, _WIDTH / (columns + image_panels))
@@ -97,10 +99,12 @@ def attention_maps(
         height = (side * size[0] / size[1] + 0.12) * panel_rows + 0.8
         canvas = empty_figure(side * (columns + image_panels) + 1.2, height)
     gridspec = canvas.add_gridspec(panel_rows, image_panels + columns)
-    image_panel = canvas.add_subplot(gridspec[:image_panels, :image_panels])
-    draw_image(image_panel, picture)
-    _draw_query(image_panel, rows[0])
-    image_panel.set_xlabel("image", fontsize=8)
+    panels: list[Axes] = []
+    if show_image:
+        panels.append(canvas.add_subplot(gridspec[:image_panels, :image_panels]))
+        draw_image(panels[0], picture)
+        _draw_query(panels[0], rows[0])
+        panels[0].set_xlabel("image", fontsize=8)
     largest = max(float(row.max()) for row in rows) if scale == "common" else None
     titles: dict[int, int] = {}  # the head of the nearest panel above, by column
     top = 0
@@ -109,7 +113,11 @@ def attention_maps(
             below, column = divmod(number, columns)
             place = gridspec[top + below, image_panels + column]
             panel = canvas.add_subplot(place)
-            _draw_map(panel, picture, row[number], largest)
+            panels.append(panel)
+            if show_image:
+                # In grey, so that all colour is attention.
+                draw_image(panel, picture.mean(0, keepdims=True))
+            _draw_map(panel, row[number], size, largest, opaque=not show_image)
             _draw_query(panel, row)
             if titles.get(column) != head:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
@@ -121,12 +129,13 @@ def attention_maps(
     subject = f"from pixel (y, x) = {query}"
     if not isinstance(query, tuple):
         subject = "of the class token" if query == "class" else f"of query {query}"
-    canvas.suptitle(f"attention {subject}", fontsize=10)
+    canvas.suptitle(f"attention {subject}", fontsize=10, wrap=True)
     limits = "each map from 0 to its own largest value"
     if largest is not None:
         limits = f"all maps from 0 to {largest:.2g}"
-    canvas.supxlabel(f"opacity and colour: {limits}", fontsize=8)
-    finish_grid(canvas, image_panel)
+    shown = "opacity and colour" if show_image else "colour"
+    canvas.supxlabel(f"{shown}: {limits}", fontsize=8, wrap=True)
+    finish_grid(canvas, panels[0])
     return canvas
 
 
@@ -254,13 +263,16 @@ def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArr
 
 
 def _draw_map(
-    axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, largest: float | None
+    axes: "Axes",
+    maps: xr.DataArray,
+    size: tuple[int, int],
+    largest: float | None,
+    *,
+    opaque: bool,
 ) -> None:
-    """Draw a map (y, x) over the image, more opaque with more attention,
+    """Draw a map (y, x) over an image of this size, more opaque with more attention or wholly,
     cells at the centres of their fields.
     """
-    # In grey, so that all colour is attention.
-    draw_image(axes, picture.mean(0, keepdims=True))
     largest = float(np.nanmax(maps.values)) if largest is None else largest
     # A map of zeros, as outside of a query's window, must not be divided by zero.
     share = maps.values / max(largest, 1e-30)
@@ -269,13 +281,13 @@ def _draw_map(
     draw_map(
         axes,
         share,
-        *picture.shape[1:],
+        *size,
         extent=extent,
         vmin=0,
         vmax=1,
         # Never fully opaque, so that the image shows through; never fully transparent, so that the
         # map's extent shows.
-        alpha=0.35 + 0.6 * share,
+        alpha=None if opaque else 0.35 + 0.6 * share,
     )
 
 

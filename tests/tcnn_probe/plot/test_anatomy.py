@@ -276,6 +276,19 @@ def test_pictures_of_many_heads_are_legible(heads: tuple[int, ...]) -> None:
         assert legend is None or legend.get_window_extent().y0 >= ax.bbox.y1
 
 
+def test_a_narrow_picture_has_its_legend_below() -> None:
+    """At 3.3 inches the legend above leaves bars less than a third of the height."""
+    ds = tcnn_probe.load_example("vit")["heads"].dataset.isel(epoch=-1)
+    with plt.rc_context({"font.size": 7}):
+        figure, axes = plt.subplots(figsize=(3.3, 2.4), layout="constrained")
+        tcnn_probe.plot.anatomy(ds, axes, legend="below")
+        texts_within_and_apart(figure)
+    assert axes.get_legend() is None
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 <= axes.xaxis.label.get_window_extent().y0
+    assert axes.get_position().height > 0.4
+
+
 def test_two_pictures_beside_each_other() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
     ds = recorded(heads=(6,) * 12)
@@ -310,6 +323,11 @@ def test_two_pictures_beside_each_other() -> None:
             r"got also \['epoch'\]: choose one",
         ),
         (lambda ds: tcnn_probe.plot.anatomy(ds * np.nan), ValueError, "all NaN"),
+        (
+            lambda ds: tcnn_probe.plot.anatomy(ds, legend="under"),
+            ValueError,
+            "'below', got 'under'",
+        ),
         (
             lambda ds: tcnn_probe.plot.depth(ds.attention_distance),
             ValueError,

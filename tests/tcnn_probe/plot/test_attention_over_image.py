@@ -127,6 +127,29 @@ def test_scales_are_stated(maps: xr.DataTree) -> None:
     assert figure.get_supxlabel().endswith("each map from 0 to its own largest value")
 
 
+@pytest.mark.parametrize("show_image", [True, False])
+def test_captions_fit_into_a_column(maps: xr.DataTree, show_image: bool) -> None:
+    with plt.rc_context({"font.size": 7}):
+        figure = plt.figure(figsize=(3.3, 2.4), layout="constrained")
+        tcnn_probe.plot.attention_maps(maps, show_image=show_image, figure=figure)
+    texts_within_and_apart(figure)
+
+
+def test_maps_without_the_image(maps: xr.DataTree) -> None:
+    figure = tcnn_probe.plot.attention_maps(maps, image=1, query=(9, 47), show_image=False)
+    expected = maps["3x4x6"].attention[1, :, :, 1].values.reshape(-1, 4, 6)
+    for axes, values in zip(figure.axes, expected, strict=True):
+        (panel,) = axes.images
+        np.testing.assert_allclose(panel.get_array(), values / values.max(), rtol=1e-6)
+        assert panel.get_alpha() is None
+        assert (axes.get_xlim(), axes.get_ylim()) == ((0, SIZE[1]), (SIZE[0], 0))
+    assert boxes(figure) == {(40.0, 8.0, 8.0, 8.0)}
+    assert figure.get_supxlabel() == "colour: each map from 0 to its own largest value"
+    assert plt.gca() is figure.axes[0]
+    wide = tcnn_probe.plot.attention_maps(maps)
+    assert figure.get_size_inches()[0] < wide.get_size_inches()[0]
+
+
 def test_default_query(maps: xr.DataTree) -> None:
     assert boxes(tcnn_probe.plot.attention_maps(maps)) == {(0.0, 24.0, 8.0, 8.0)}
 
