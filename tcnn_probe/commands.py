@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        with needed_for(f"tcnn-probe {options.command}"):
+        with needed_for(options.command):
             return _execute(options)
     except (
         StoreError,

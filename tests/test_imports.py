@@ -402,6 +402,6 @@ def test_missing_packages_are_named_with_the_line_to_type(
     errors = [line for line in done.stderr.splitlines() if line.startswith("tcnn-probe")]
     package = (also or absent)[0]
     assert errors == [
-        f"tcnn-probe: tcnn-probe {command} needs {package}: pip install {package}"
+        f"tcnn-probe: {command} needs {package}: pip install {package}"
         for command in ("look", "maps")
     ]
