@@ -21,7 +21,7 @@ from tcnn_model.pictures import read_picture
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.images import prepare, prepare_pixels
 from tcnn_probe.looking.costs import class_labels, costs_of_heads
-from tcnn_probe.looking.named_models import Weights, find_model, find_preparation
+from tcnn_probe.looking.named_models import Weights, find_model, find_preparation, is_function
 from tcnn_probe.looking.objects import Objects, salient_quarter, why_no_saliency
 from tcnn_probe.looking.photographs import (
     Paths,
@@ -90,7 +90,8 @@ def look(
             of Hugging Face, or "module:function", which is imported and called.
         photographs: A folder, files, or several of them; of a folder, all pictures below it.
         path: Path of the page, "page.html"; None for no files.
-        weights: Weights of a named model: "pretrained", "random", or a checkpoint.
+        weights: Weights of a named model: "pretrained", "random", or a checkpoint. A function's
+            model keeps its own.
         size: Side of the images in pixels; None for the model's own.
         limit: Largest number of photographs, spread evenly over folders. Types of heads need 8.
         shown: Number of photographs whose maps the page shows.
@@ -225,6 +226,8 @@ class _Subject:
         mask_paths = {} if masks is None else find_masks(masks, chosen.paths)
         if isinstance(model, str):
             name = model
+            is_own = is_function(model)
+            weights_from = "as the function returns them" if is_own else Path(weights).name
             # Random weights are the same in all processes, and in one that continues another.
             with torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(0)
@@ -239,6 +242,7 @@ class _Subject:
             facts = provenance(model)
             name = facts.get("model_architecture", facts["model_class"])
             network, config = model, find_preparation(model, size)
+            weights_from = "a module"
         else:
             raise TypeError(f"expected a torch.nn.Module or a name, got {type(model).__name__}")
         config = dict(config)
@@ -255,7 +259,7 @@ class _Subject:
         about = {
             "finished": True,
             "model": name,
-            "weights_from": "a module" if isinstance(model, nn.Module) else Path(weights).name,
+            "weights_from": weights_from,
             "photographs": [chosen.names[path] for path in paths],
             # A page that is sent alone says whose masks they are.
             **({} if masks is None else {"masks_from": Path(masks).name}),
@@ -446,6 +450,7 @@ def _without_attention(name: str, recorder: Recorder) -> str:
     if reasons:
         return f"no attention of {name} can be recorded: {reasons}"
     return (
-        f"{name} has no attention; if it is a CNN, tcnn_model.reparameterize turns its "
-        "convolutions into attention heads that compute the same (docs/transformed_cnns.md)"
+        f"{name} has no attention; if it is a CNN, tcnn_model.reparameterize turns its last "
+        "convolutions into attention heads, by default near the CNN's function and not equal to it "
+        "(docs/transformed_cnns.md)"
     )

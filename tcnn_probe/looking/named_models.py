@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnn_probe.images import preparation
 from tcnn_probe.models import first_line, unwrap
 
-__all__ = ["create_timm_model", "find_model", "find_preparation", "with_weights"]
+__all__ = ["create_timm_model", "find_model", "find_preparation", "is_function", "with_weights"]
 
 Weights = str | Path | Literal["pretrained", "random"]
 """A file, or where the weights come from."""
@@ -51,14 +51,19 @@ def find_model(
             weights a type of model of transformers, such as "dinov2"; or "module:function", which
             is imported and called.
         weights: "pretrained", "random", or a checkpoint for a model of timm or torchvision, from
-            which no code runs.
+            which no code runs. A function's model keeps its own.
         size: Side of the images in pixels; None for the model's own.
 
     Raises:
         ValueError: No library has this name; its weights cannot be had, or do not fit; or the
             function returns none.
     """
-    if ":" in name and not Path(name).exists() and not name.startswith("hf-hub:"):
+    if is_function(name):
+        if weights not in ("pretrained", "random"):
+            raise ValueError(
+                "--weights is for models of timm and torchvision; a function returns its model "
+                f"with weights: {name}"
+            )
         model = _from_function(name)
         return model, find_preparation(model, size)
     import timm
@@ -75,6 +80,11 @@ def find_model(
     if name in _torchvision_names():
         return _from_torchvision(name, weights, size)
     return _from_transformers(name, weights, size)
+
+
+def is_function(name: str) -> bool:
+    """Return whether the name of a model is "module:function"."""
+    return ":" in name and not Path(name).exists() and not name.startswith("hf-hub:")
 
 
 def _from_function(name: str) -> nn.Module:

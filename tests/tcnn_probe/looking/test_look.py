@@ -317,6 +317,7 @@ def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) 
     code, text = errors("resnet10t", folder, "-o", page, "--random", "--limit", "2")
     assert code == 3
     assert "reparameterize" in text
+    assert "not equal" in text
     for arguments, words in (
         (("vit_tny_patch16_224", folder), "did you mean vit_tiny_patch16_224"),
         (("nowhere:build", folder), "nowhere:build cannot be imported"),
@@ -341,6 +342,10 @@ def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) 
         (
             (f"{__name__}:build", folder, "--size", "32"),
             "does not take images of shape .*Input height",
+        ),
+        (
+            (f"{__name__}:build", folder, "--weights", str(tmp_path / "any.pt")),
+            "a function returns its model with weights",
         ),
         ((folder,), "expected a model and photographs, got photographs only"),
     ):
@@ -368,7 +373,10 @@ def test_command_compares_two_models(photographs: Path, tmp_path: Path) -> None:
     assert main(["look", *names, str(photographs), "-o", str(page)]) == 0
     facts = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     assert [network["name"] for network in facts["networks"]] == names
-    assert len([*tmp_path.glob("two.*.zarr")]) == 2
+    stores = [*tmp_path.glob("two.*.zarr")]
+    assert len(stores) == 2
+    for store in stores:
+        assert tcnn_probe.open(store).attrs["weights_from"] == "as the function returns them"
 
 
 @pytest.mark.study
