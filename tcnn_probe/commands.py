@@ -85,15 +85,25 @@ def _execute(options: argparse.Namespace) -> int:
         print(_printable(_compare(*options.stores)))
     elif options.command == "report":
         tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
+        _name_file(options.output)
     elif options.command == "maps":
         _maps(options)
+        _name_file(options.output)
     elif options.command == "look":
         from tcnn_probe.looking.command import run_look
 
-        run_look(options)
+        page = run_look(options)
+        if page is not None:
+            _name_file(page)
     else:
         _plot(options.store, options.variable, options.layers, options.output)
+        _name_file(options.output)
     return 0
+
+
+def _name_file(path: str | os.PathLike[str]) -> None:
+    """Print which file a command has written."""
+    print(_printable(f"wrote {path}"))
 
 
 def _printable(text: str) -> str:

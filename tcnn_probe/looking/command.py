@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from tcnn_model.class_folders import reason_unused
-from tcnn_probe.looking.look import compare, look
+from tcnn_probe.looking.look import compare, is_first_rank, look
 
 __all__ = ["run_look"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-def run_look(options: argparse.Namespace) -> None:
-    """Run the command.
+def run_look(options: argparse.Namespace) -> Path | None:
+    """Run the command, and return the file of the page or the table; None on ranks that write none.
 
     Raises:
         ValueError: Options contradict each other, or there is no such model or photograph.
@@ -58,6 +58,8 @@ def run_look(options: argparse.Namespace) -> None:
             look(models[0][0], photographs, output, weights=models[0][1], **common)
         else:
             compare(models, photographs, output, **common)
+        page = output if options.models is None else output / "index.html"
+        return page if is_first_rank() else None
 
 
 def _split(targets: Sequence[str]) -> tuple[list[str], list[str]]:

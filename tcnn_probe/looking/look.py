@@ -39,7 +39,7 @@ from tcnn_probe.reporting import Report, report
 from tcnn_probe.reporting.report import output_file
 from tcnn_probe.storage import StoreError, open_recording
 
-__all__ = ["NoAttentionError", "compare", "file_name", "look"]
+__all__ = ["NoAttentionError", "compare", "file_name", "is_first_rank", "look"]
 
 _PROBES = (*DEFAULT, "health", "offset-kernel", "redundancy")
 # Between two writings of what was measured so far, which take about a second for a large model.
@@ -116,7 +116,7 @@ def look(
     page = None if path is None else output_file(path)
     subject = _Subject.of(model, photographs, weights, size, limit, shown, masks, device, dtype)
     tree = _recording(subject, page, whole_number(batch_size, "batch_size", 1), progress)
-    if page is not None and _is_first_rank():
+    if page is not None and is_first_rank():
         _write_page({subject.name: tree}, page, subject, max_mb)
     return tree
 
@@ -150,7 +150,7 @@ def compare(
             name = f"{name} {Path(weights).stem}"
         beside = page.with_name(f"{page.stem}.{file_name(name)}{page.suffix}")
         trees[name] = _recording(subject, beside, batch_size, progress)
-    if _is_first_rank():
+    if is_first_rank():
         _write_page(trees, page, subject, max_mb)
     return trees
 
@@ -326,7 +326,8 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Return whether this process writes the page."""
     return not _is_distributed() or dist.get_rank() == 0
 
 
@@ -385,7 +386,7 @@ def _measure(
                 keep_measurements(recorder, unfinished, (key, done))
                 written = time.monotonic()
         recorder.mark(epoch=0)
-        tree = recorder.tree if _is_first_rank() else xr.DataTree()
+        tree = recorder.tree if is_first_rank() else xr.DataTree()
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return tree

@@ -177,7 +177,9 @@ def vit() -> torch.nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
-def test_plot_writes_a_figure(stores: list[str], tmp_path: Path) -> None:
+def test_plot_writes_a_figure(
+    stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         main(
             [
@@ -192,6 +194,7 @@ def test_plot_writes_a_figure(stores: list[str], tmp_path: Path) -> None:
         )
         == 0
     )
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'entropy.png'}\n"
     picture = matplotlib.image.imread(tmp_path / "entropy.png")
     # An empty pair of axes has fewer colours.
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
@@ -367,10 +370,13 @@ def picture(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "1"]]
 )
-def test_maps_of_a_picture(options: list[str], picture: str, tmp_path: Path) -> None:
+def test_maps_of_a_picture(
+    options: list[str], picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(tmp_path / "maps.png")
     name = ["maps", "test_vit", picture, "-o", out, "--random"]
     assert main([*name, "--layers", "blocks.5.*", *options]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
     # A figure of a single colour has a standard deviation of zero.
     assert matplotlib.image.imread(out).std() > 0.05
 

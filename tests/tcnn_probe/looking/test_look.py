@@ -367,10 +367,13 @@ def build_deeper() -> nn.Module:
 
 
 @pytest.mark.study
-def test_command_compares_two_models(photographs: Path, tmp_path: Path) -> None:
+def test_command_compares_two_models(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "two.html"
     names = [f"{__name__}:build", f"{__name__}:build_deeper"]
     assert main(["look", *names, str(photographs), "-o", str(page)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
     facts = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     assert [network["name"] for network in facts["networks"]] == names
     stores = [*tmp_path.glob("two.*.zarr")]

@@ -291,6 +291,7 @@ def test_command_writes_a_report(
         )
         == 0
     )
+    assert capsys.readouterr().out == f"wrote {output}\n"
     assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(encoding="utf-8")
     assert main(["report", *[str(store)] * 5, "-o", str(output)]) == 2
     assert "expected 1 to 4 recordings" in capsys.readouterr().err
