@@ -39,6 +39,7 @@ gc.disable()
 TESTS = Path(__file__).parent
 
 
+MARKS = "study", "document", "browser"  # of tests outside the core
 EXPERIMENTS = {
     f"test_{name}.py"
     for name in (
@@ -73,9 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests outside the core, run them first,
     and skip tests that the installed timm is too old for.
     """
-    # The files that take longest are among them. A worker that began one of these at the end would
-    # keep the others waiting.
-    items.sort(key=lambda item: mark_of(item.path) is None)
     for item in items:
         if mark := mark_of(item.path):
             item.add_marker(mark)
@@ -83,6 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in [*item.iter_markers("study")]:
             if mark.kwargs and item.callspec.id in mark.kwargs["but"]:
                 item.own_markers.remove(mark)
+    # Files with experiments take longest. A worker that began one at the end would keep the others
+    # waiting.
+    long = {item.path for item in items if {*MARKS} & {mark.name for mark in item.iter_markers()}}
+    items.sort(key=lambda item: item.path not in long)
     # This import loads timm and with it Triton, so it comes after the settings above.
     from tests.older_packages import skip_what_cannot_pass
 

@@ -56,4 +56,4 @@ def test_patchconvnets_with_one_head_and_several_are_trained() -> None:
     runs, _ = plan(parse(["--small", "--heads", "4", "--device", "cpu"]))
     assert [run.name for run in runs] == ["PatchConvNet", "PatchConvNet, 4 heads"]
     assert [run.make({}).pool.num_heads for run in runs] == [1, 4]
-    assert runs[0].epochs == runs[1].epochs == 5
+    assert runs[0].epochs == runs[1].epochs == 2

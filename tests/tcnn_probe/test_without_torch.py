@@ -217,6 +217,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+@pytest.mark.study
 def test_a_model_of_the_users_own_is_recorded_with_torch_alone() -> None:
     """Packages that the core lacks are named where they are needed, with what to type."""
     absent = _modules_beyond([*PROJECT["dependencies"], "torch"])
