@@ -70,6 +70,14 @@ def mark_of(path: Path) -> str | None:
     return None
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return one worker more than cores, because some tests wait, for the disk or a process."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    is_linux = hasattr(os, "sched_getaffinity")
+    return 1 + (len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests outside the core, run them first,
     and skip tests that the installed timm is too old for.
