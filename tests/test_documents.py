@@ -106,7 +106,6 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
         ("representation.md", 3),
         ("robustness.md", 5),
         ("saliency.md", 4),
-        ("timm_models.md", 1),
         ("training.md", 1),
         ("transformed_cnns.md", 4),
     ],

@@ -40,17 +40,7 @@ from tcnn_probe.attention.reconstruction import (
 
 HEADER = """# Attention in timm
 
-Is a model recorded, and what of it is not? One forward says so:
-
-```python
-import timm, torch, tcnn_probe
-
-model = timm.create_model("xcit_nano_12_p8_224", img_size=64, depth=2).eval()
-with tcnn_probe.record(model) as recorder, torch.no_grad():
-    model(torch.randn(1, 3, 64, 64))
-    print(recorder.layers, recorder.unsupported, recorder.missing)
-    recorder.discard()
-```
+[One forward](models.md) says what is recorded of a model, and what is not.
 
 Written by `python docs/scripts/timm_models.py` with timm {timm} and torch {torch}, from random
 weights.

@@ -3,7 +3,6 @@ and the zero of attention that ignores the image.
 """
 
 import numpy as np
-import pytest
 
 import object_heads
 
@@ -14,7 +13,6 @@ OBJECTS = np.arange(CELLS) < RANDOM.integers(2, CELLS - 1, SCENES)[:, None]
 OBJECTS = RANDOM.permuted(OBJECTS, axis=1)
 
 
-@pytest.mark.numerical
 def test_attention_on_objects_is_that_of_sums_by_hand() -> None:
     expected = np.zeros((2, 3, SCENES))
     for head in range(3):
@@ -28,7 +26,6 @@ def test_attention_on_objects_is_that_of_sums_by_hand() -> None:
     np.testing.assert_allclose(object_heads.on_object(ATTENTION, OBJECTS), expected, rtol=1e-12)
 
 
-@pytest.mark.numerical
 def test_excess_is_zero_for_attention_that_is_the_same_for_every_image() -> None:
     def excess(attention: np.ndarray) -> np.ndarray:
         own, other = (
