@@ -40,7 +40,8 @@ from tcnn_probe.attention.reconstruction import (
 
 HEADER = """# Attention in timm
 
-[One forward](models.md) says what is recorded of a model, and what is not.
+Look up whether the attention of a model of timm is recorded, or why it is not: search this page for
+the model's name. [One forward](models.md) says the same of a model with your own options.
 
 Written by `python docs/scripts/timm_models.py` with timm {timm} and torch {torch}, from random
 weights.
