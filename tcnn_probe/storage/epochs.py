@@ -21,7 +21,7 @@ from tcnn_probe.storage.directory import (
     take_lock,
 )
 from tcnn_probe.storage.marks import Mark, write_mark
-from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, listed, run
+from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
 from tcnn_probe.storage.root import (
     ALONG,
@@ -180,9 +180,8 @@ class EpochStore:
             if self._replaces:
                 # The root goes first, so that no reader opens the rest.
                 run(store.delete(ROOT))
-                for key in listed(store.list):
-                    if key != UNFINISHED:
-                        run(store.delete(key))
+                for name in self._place.names():
+                    run(store.delete_dir(name))
                 self._replaces = False
             yield CheckedStore(store, {})
             run(store.delete(UNFINISHED))

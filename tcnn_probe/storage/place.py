@@ -1,9 +1,8 @@
 """Places of recordings: memory, a directory, a URL or a zarr store."""
 
-import asyncio
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import DurableStore
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "listed", "run"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "run"]
 
 Target = None | str | os.PathLike[str] | Store
 T = TypeVar("T")
@@ -33,39 +32,9 @@ UNFINISHED = ".tcnn_probe.init"
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in zarr's thread; Ctrl-C is raised once it has ended and writes no more."""
-    has_begun, ended, is_wanted = False, threading.Event(), True
-
-    async def watched() -> T:
-        nonlocal has_begun
-        has_begun = True
-        try:
-            # Either this sees that nothing is wanted any more, or the other thread sees that it has
-            # begun.
-            if not is_wanted:
-                raise asyncio.CancelledError
-            return await work
-        finally:
-            ended.set()
-
-    try:
-        return sync(watched())
-    except BaseException:
-        is_wanted = False
-        if has_begun:
-            # If a disk or server takes longer, do not wait: the user wants to stop.
-            ended.wait(60)
-        else:
-            work.close()
-        raise
-
-
-def listed(keys: Callable[[], AsyncIterator[str]]) -> list[str]:
-    """Return what a store lists."""
-
-    async def collected() -> list[str]:
-        return [key async for key in keys()]
-
-    return run(collected())
+    # Only the main thread is interrupted, and the end of the `with` waits for the other one.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(sync, work).result()
 
 
 @dataclass(frozen=True)
@@ -78,12 +47,16 @@ class Place:
 
     def read(self, key: str) -> bytes | None:
         """Read an object; None if it is not there."""
-        buffer = run(self.store.get(key, default_buffer_prototype()))
+        buffer = sync(self.store.get(key, default_buffer_prototype()))
         return None if buffer is None else buffer.to_bytes()
 
     def names(self, folder: str = "") -> list[str]:
         """List the objects and folders in a folder, by default at the top, in order."""
-        return sorted(listed(lambda: self.store.list_dir(folder)))
+
+        async def listed() -> list[str]:
+            return [name async for name in self.store.list_dir(folder)]
+
+        return sorted(sync(listed()))
 
     def root(self) -> bytes | None:
         """Read the root; None if nothing is there, or unfinished; StoreError for other files."""
@@ -124,7 +97,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):
-        run(target._ensure_open())
+        sync(target._ensure_open())
         if writable and (
             target.read_only or not (target.supports_writes and target.supports_listing)
         ):

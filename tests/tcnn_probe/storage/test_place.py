@@ -1,21 +1,18 @@
 """Places for a recording, and places that are refused without changes."""
 
-import asyncio
 import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zarr
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import LocalStore, MemoryStore
 
-from tcnn_probe.storage import EpochStore, StoreError, open_recording, place
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tests.tcnn_probe.storage.tables import Remote, add, assert_holds, contents, create, recording
 
 
@@ -186,26 +183,3 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     add(store, 1)
     assert_holds(path, [0, 1])
     assert not (tmp_path / "precious").exists()
-
-
-def test_an_interruption_does_not_wait_for_work_that_has_not_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scheduled: list[Any] = []
-    done: list[str] = []
-
-    def interrupted(work: Any) -> None:
-        scheduled.append(work)
-        raise KeyboardInterrupt
-
-    async def work() -> None:
-        done.append("work")
-
-    monkeypatch.setattr(place, "sync", interrupted)
-    monkeypatch.setattr(threading.Event, "wait", lambda *_: done.append("wait"))
-    with pytest.raises(KeyboardInterrupt):
-        place.run(work())
-    # Had zarr's thread been told of it, it would do nothing.
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(scheduled[0])
-    assert not done
