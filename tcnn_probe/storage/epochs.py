@@ -27,9 +27,9 @@ from tcnn_probe.storage.root import (
     ALONG,
     HEADS,
     IDENTITY,
-    LAYERS,
     VERSION,
     Root,
+    is_left_over,
     is_recorded,
     join,
 )
@@ -292,27 +292,24 @@ def _check_replaceable(place: Place) -> None:
     documents = Root.read(place).documents.items()
     known = _OWN_FILES | {path.split("/")[0] for path, about in documents if is_recorded(about)}
     for name in place.names():
-        if name not in known and not _is_left_over(place, name):
+        if name not in known and not _holds_only_remains(place, name):
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {name!r}"
             )
 
 
-def _is_left_over(place: Place, path: str) -> bool:
-    """Return whether a mark that was killed may have left this array, group or folder."""
+def _holds_only_remains(place: Place, path: str) -> bool:
+    """Return whether this is an array, group or folder that a mark may have left when killed."""
     text = place.read(f"{path}/{ROOT}")
     members = {*place.names(path)} - _OWN_FILES
     if text is None:  # the folder of an array or a group, before it has metadata
         return not members and place.directory is not None and (place.directory / path).is_dir()
     try:
         document = json.loads(text)
-        attributes = document["attributes"]
         if document["node_type"] == "array":
-            # A user's array may be sharded as well, and new recordings have no shards.
-            ours = is_recorded(document) and document["codecs"][-1]["name"] == "crc32c"
-            return ours and "description" in attributes
+            return is_left_over(document)
+        # A group gets its attributes after it has been created.
+        ours = is_left_over(document) or not document["attributes"]
     except (ValueError, KeyError, TypeError):  # damaged
         return False
-    return (LAYERS in attributes or not attributes) and all(
-        _is_left_over(place, f"{path}/{name}") for name in members
-    )
+    return ours and all(_holds_only_remains(place, f"{path}/{name}") for name in members)

@@ -19,7 +19,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from tcnn_probe.schema import COORDINATES, Group, Variable
 from tcnn_probe.storage.checked import CheckedStore
-from tcnn_probe.storage.root import GIVEN, LAYERS, Root, is_recorded, join, tables
+from tcnn_probe.storage.root import GIVEN, Root, is_left_over, is_recorded, join, tables
 
 __all__ = ["Mark", "chunk_shape", "write_mark"]
 
@@ -112,11 +112,11 @@ def _undo_remains(top: zarr.Group, root: Root) -> dict[str, zarr.Array[Any]]:
     """
     arrays: dict[str, zarr.Array[Any]] = {}
     for path, node in [*top.members(max_depth=None)]:
-        is_array = isinstance(node, zarr.Array)
-        is_own = is_recorded(node.metadata.to_dict()) if is_array else LAYERS in node.attrs
-        if is_own and path not in root.documents:
-            del top[path]
-        elif is_own and isinstance(node, zarr.Array):
+        document = node.metadata.to_dict()
+        if path not in root.documents:
+            if is_left_over(document):
+                del top[path]
+        elif isinstance(node, zarr.Array) and is_recorded(document):
             arrays[path] = node
             if [*node.shape] != root.documents[path]["shape"]:
                 node.resize(root.documents[path]["shape"])

@@ -23,6 +23,7 @@ __all__ = [
     "OWN_ATTRIBUTES",
     "VERSION",
     "Root",
+    "is_left_over",
     "is_recorded",
     "join",
     "tables",
@@ -149,6 +150,14 @@ def is_recorded(document: Mapping[str, Any]) -> bool:
         return False
     # Older recordings keep maps in shards.
     return document["codecs"][-1]["name"] in ("crc32c", "sharding_indexed")
+
+
+def is_left_over(document: Mapping[str, Any]) -> bool:
+    """Return whether an array or group that the root lacks may be of a mark that was killed."""
+    if document["node_type"] == "group":
+        return LAYERS in document["attributes"]
+    # New recordings have no shards, so another sharded array is the user's.
+    return is_recorded(document) and document["codecs"][-1]["name"] == "crc32c"
 
 
 def tables(group: Group) -> dict[str, str]:

@@ -156,8 +156,11 @@ def test_contents_of_the_user_are_left_alone(tmp_path: Path) -> None:
     users = zarr.open_group(path, mode="r+", use_consolidated=False)
     users.create_array("mine", shape=(2,), dtype="float64")[:] = 7
     users.create_group("more")
+    # Earlier recordings had shards, too.
+    shards = {"shape": (4, 3), "chunks": (1, 3), "shards": (4, 3), "dtype": "float64"}
+    users.create_array("sharded", **shards, dimension_names=["image", "x"])[:] = 5
     store = create(path)
-    for name in ("mine", "more"):
+    for name in ("mine", "more", "sharded"):
         with pytest.raises(ValueError, match=f"exists in store .* at path '{name}'"):
             add(store, 1, **{name: 1.0})
     add(store, 1)
@@ -165,6 +168,7 @@ def test_contents_of_the_user_are_left_alone(tmp_path: Path) -> None:
     assert_holds(path, [0, 1])
     # The values are compared in addition to the names.
     assert users["mine"][:].tolist() == [7, 7]
+    assert (users["sharded"][:] == 5).all()
     assert "more" in users
 
 
