@@ -1,7 +1,6 @@
 """``mode="w"`` keeps the old recording until the new one is there, and the user's files."""
 
 import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -26,9 +25,6 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-# Kills happen at every 31st change; TCNN_PROBE_KILL_EVERY=1 tests all changes, in a minute.
-EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "31"))
-
 
 def replace(path: Path) -> EpochStore:
     """Replace a recording by one with a single mark, whose values differ from the old ones."""
@@ -42,7 +38,7 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     recording(source := tmp_path / "source" / "run.zarr", 2)
     # All changes around the two renamings are tried, and a sample of the others.
     renamings = r"^replace .*\.(old|zarr)$"
-    changes, copies = kills(source, tmp_path, lambda: replace(source), EVERY, renamings)
+    changes, copies = kills(source, tmp_path, lambda: replace(source), 31, renamings)
     swap = changes.index(f"replace {source}")
     # There are enough changes on both sides for a meaningful sample; after the renamings, the old
     # files are deleted.
