@@ -53,7 +53,7 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
-Any of these becomes a T-CNN, or says why not:
+Any of these becomes a [T-CNN](transformed_cnns.md), or says why not:
 
 ```python
 import timm, torch, tcnn_model

@@ -31,7 +31,8 @@ from tcnn_probe.attention.stream import AttentionStream
 
 HEADER = """# Vision models
 
-Is a model recorded, and what of it is not? One forward says so:
+Is a model recorded, and [what of it is not](recording.md#what-cannot-be-recorded)? One forward says
+so:
 
 ```python
 import timm, torch, tcnn_probe
