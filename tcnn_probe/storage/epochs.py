@@ -273,12 +273,10 @@ class EpochStore:
             for name in group.variables:
                 rows[join(path, name)] = row = values[path][name]
                 assert row.shape == group.shape(name), name
-        # A scalar must not have the name of anything that is recorded, now or before.
         taken = {HEADS, self._along, *COORDINATES, *groups[""].sizes}
         taken |= {path.split("/")[0] for path in (*rows, *groups)}
-        stored = self._root.scalars
-        taken |= {path.split("/")[0] for path in self._root.documents} - stored
-        for name in (*scalars, *(stored & rows.keys())):
+        # A variable or group that joins must not have the name of an earlier scalar.
+        for name in scalars.keys() | self._root.scalars:
             if "/" in name or name in taken:
                 raise ValueError(
                     f"{name!r} is the name of something else in the recording, or a path: give the "
