@@ -258,14 +258,16 @@ def _select_classes(
     all_maps = maps.pop(MAPS_BY_CLASS)
     if sampling.classes is None:
         return maps, ""
-    scores, expected = None, (measured.batch, all_maps.shape[1])
-    if isinstance(output, Tensor) and tuple(output.shape) == expected:
-        scores = output.detach()[list(measured.rows)].to(all_maps)
+    images, count = all_maps.shape[:2]
+    scores, expected = torch.full((images, count), torch.nan), (measured.batch, count)
+    has_scores = isinstance(output, Tensor) and tuple(output.shape) == expected
+    if has_scores:
+        scores = output.detach()[list(measured.rows)]
+    scores = scores.to(all_maps)
     if isinstance(sampling.classes, list):
-        index = torch.tensor(sampling.classes, device=all_maps.device)
-        index = index.expand(len(all_maps), -1)
-    elif scores is not None:
-        index = scores.topk(min(sampling.classes, scores.shape[1])).indices
+        index = torch.tensor(sampling.classes, device=all_maps.device).expand(images, -1)
+    elif has_scores:
+        index = scores.topk(min(sampling.classes, count)).indices
     else:
         reason = f"its output does not have the shape {expected}"
         if output is None:
@@ -273,10 +275,6 @@ def _select_classes(
         advice = "classes=[...] keeps maps of the classes that it names"
         return maps, f"{reason}, so its best classes are unknown: {advice}"
     # Indices of shape (n, 1) and (n, k) select k classes for each image: (n, k, height, width).
-    image = torch.arange(len(all_maps), device=all_maps.device)[:, None]
-    maps |= {MAPS_BY_CLASS: all_maps[image, index], "class_index": index}
-    if scores is None:
-        maps["class_score"] = torch.full(index.shape, torch.nan).to(all_maps)
-    else:
-        maps["class_score"] = scores.gather(1, index)
-    return maps, ""
+    image = torch.arange(images, device=all_maps.device)[:, None]
+    chosen = {MAPS_BY_CLASS: all_maps[image, index], "class_index": index}
+    return maps | chosen | {"class_score": scores.gather(1, index)}, ""

@@ -331,13 +331,7 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self.remove()
-        except Exception as problem:
-            if error is None:
-                raise
-            # The exception that ended the block is more important and is the one that is raised.
-            error.add_note(f"besides, the recording could not be finished: {problem!r}")
+        self.remove()
         text = self._warn_of_unmarked()
         if text and error is None:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
