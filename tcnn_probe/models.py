@@ -31,6 +31,7 @@ __all__ = [
     "image_numbers",
     "layer_names",
     "missing_head",
+    "module_name",
     "plain_filter",
     "plain_name",
     "progress_bar",
@@ -128,6 +129,13 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
         ]
         names[module] = ".".join(kept)
     return names | {module: "" for module in model.modules() if module not in names}
+
+
+def module_name(layer: str) -> str:
+    """Return the name of a layer's module:
+    "attn#1" is the second attention in each call of the module "attn".
+    """
+    return layer.split("#")[0]
 
 
 def _is_wrapped(module: nn.Module, part: str) -> bool:

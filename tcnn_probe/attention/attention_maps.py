@@ -26,6 +26,7 @@ from tcnn_probe.models import (
     batches,
     check_model,
     layer_names,
+    module_name,
     progress_bar,
     untouched,
     wanted_layers,
@@ -235,9 +236,8 @@ def attention_maps(
             stacklevel=2,
         )
     order = {name: place for place, name in enumerate(names.values())}
-    # Layers are sorted in the model's order, not by their first call; a layer's second attention,
-    # name#1, follows its first.
-    complete.sort(key=lambda layer: (order[layer.split("#")[0]], layer))
+    # Layers are sorted in the model's order, not by their first call.
+    complete.sort(key=lambda layer: (order[module_name(layer)], layer))
     maps_by_layer = [[by_layer[layer] for by_layer in maps_by_batch] for layer in complete]
     datasets = _by_grid(maps_by_layer, selection)
     # NumPy has no bfloat16.

@@ -16,6 +16,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.models import module_name
 
 __all__ = ["NO_CLASS_TOKEN", "LayerMaps", "MapKeeper", "MapSelection"]
 
@@ -78,8 +79,7 @@ class MapSelection:
 
     def mixed(self, weights: Tensor, layer: str) -> Tensor:
         """Return attention (B, heads, n, keys) after the layer's mixing of heads, if it has one."""
-        # The second attention of a layer is called "name#1".
-        mixing = self.mixing.get(layer.split("#")[0])
+        mixing = self.mixing.get(module_name(layer))
         if mixing is None:
             return weights
         # The linear layer is not called, because its hooks would take the call for a part of the

@@ -49,7 +49,7 @@ from tcnn_probe.hooks.interception import (
 )
 from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.images import input_tensors
-from tcnn_probe.models import check_model, layer_names
+from tcnn_probe.models import check_model, layer_names, module_name
 
 __all__ = ["WHOLE_LAYERS", "AttentionStream", "attention_stream"]
 
@@ -510,7 +510,7 @@ class AttentionStream:
         """Note once for each module that looks like attention why none was seen while it ran."""
         new = set(ran) - self._explained
         self._explained |= new
-        named = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
+        named = {module_name(layer) for layer in (*self.layers, *self.unsupported)}
         named |= {self._names[layer] for layer in self._whole}
         # After the first forwards there are no new modules, and the loop over all names is skipped.
         for module, name in self._names.items() if new else ():

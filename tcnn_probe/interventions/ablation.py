@@ -21,7 +21,7 @@ from tcnn_probe.interventions.edited_forwards import (
 )
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import GivenImages, as_batches
-from tcnn_probe.models import check_model, layer_names, whole_number
+from tcnn_probe.models import check_model, layer_names, module_name, whole_number
 
 __all__ = ["Ablation", "ablate"]
 
@@ -281,7 +281,7 @@ class Ablation:
 
 def _layer_of_source(entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     """Return the layer of the source model whose heads are used."""
-    layer = layers.get(entry.layer.split("#")[0])
+    layer = layers.get(module_name(entry.layer))
     if layer is None:
         raise ValueError(
             f"the source, {type(source).__name__}, has no layer {entry.layer!r} to take heads from"

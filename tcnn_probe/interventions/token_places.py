@@ -21,6 +21,7 @@ from tcnn_probe.hooks.calls import Call
 from tcnn_probe.hooks.modes import hidden_from_recorders, without_gradients
 from tcnn_probe.images import input_tensors
 from tcnn_probe.interventions.contributions import frozen_copy
+from tcnn_probe.models import module_name
 
 __all__ = ["GridFinder", "TokenPlaces"]
 
@@ -142,7 +143,7 @@ class GridFinder:
         Raises:
             RuntimeError: The layer has not run in a forward of the model on such inputs.
         """
-        name = layer.split("#")[0] + (f"#{attention.number}" if attention.number else "")
+        name = module_name(layer) + (f"#{attention.number}" if attention.number else "")
         # A layer that is checkpointed, or called by itself, runs outside of a forward of the model.
         size = getattr(self._running, "size", None)
         found = [self._found.get(size, {}), *reversed(self._found.values())]

@@ -10,6 +10,7 @@ from tcnn_model import AttentionPool2d
 from tcnn_model.conversion.selection import LayerFilter, matching
 from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.hooks.private_torch import COMPILED_CALL
+from tcnn_probe.models import module_name
 from tcnn_probe.probes import DEFAULT, Probe
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.groups import MAPS_OF_CLASSES, Groups, LayerValues
@@ -88,8 +89,7 @@ def check_same_recording(
     kinds = [probe.kind for probe in collector.probes]
     for path, group in groups.items():
         for layer, table in group.layers.items():
-            # "name#1" is the second attention in a call of the module "name".
-            if layer.split("#")[0] not in collector.names.values():
+            if module_name(layer) not in collector.names.values():
                 raise _other_layers(layer, "a layer", "absent in this model")
             if not group.maps and table["kind"] not in kinds:
                 raise _other_layers(layer, table["kind"], "absent")
@@ -200,8 +200,7 @@ def check_epoch(
     if lacking:
         notes = "; ".join([f"{lacking} since the previous mark", *_notes(collector)])
         raise RuntimeError(f"nothing to mark: {notes}")
-    # "name#1" is the second attention in a call of the module that the user names.
-    recorded = {name for layer, _ in sums for name in (layer, layer.split("#")[0])}
+    recorded = {name for layer, _ in sums for name in (layer, module_name(layer))}
     names = [layer_filter] if isinstance(layer_filter, str) else layer_filter
     for name in () if names is None or callable(names) else names:
         if not matching(recorded, name):

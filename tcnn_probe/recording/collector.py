@@ -18,7 +18,7 @@ from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
-from tcnn_probe.models import layer_names, unwrap
+from tcnn_probe.models import layer_names, module_name, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.measured import (
@@ -121,10 +121,9 @@ class Collector(AttentionListener):
         return dict(sorted(by_layer.items(), key=self._position))
 
     def _position(self, entry: tuple[str, Any]) -> tuple[int, str]:
-        # "name#1" is the second attention in a call of the module "name". A layer of the recording
-        # that this model lacks comes last.
         name = entry[0]
-        return self._positions.get(name.split("#")[0], len(self._positions)), name
+        # A layer of the recording that this model lacks comes last.
+        return self._positions.get(module_name(name), len(self._positions)), name
 
     @property
     def unmarked_images(self) -> int:
@@ -339,8 +338,7 @@ class Collector(AttentionListener):
         if (layer, kind) not in self._layers:
             probe = next(probe for probe in self.attention_probes if probe.kind == kind)
             modules = {name: module for module, name in self.names.items()}
-            # "name#1" is the second attention in a call of the module "name".
-            self._layer(layer, modules[layer.split("#")[0]], probe)
+            self._layer(layer, modules[module_name(layer)], probe)
 
     def _all(self) -> list[MeasuredLayer]:
         # This is a copy, as a forward in another thread may add layers during an iteration.
