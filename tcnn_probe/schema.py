@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 __all__ = [
     "COORDINATES",
     "COUNTS",
@@ -11,6 +14,7 @@ __all__ = [
     "Group",
     "StoreError",
     "Variable",
+    "missing_value",
 ]
 
 SCHEMA_VERSION = 3
@@ -18,6 +22,11 @@ SCHEMA_VERSION = 3
 
 class StoreError(ValueError):
     """A store holds something else, is damaged, or is being written by another recorder."""
+
+
+def missing_value(dtype: DTypeLike) -> float:
+    """Return what stands for a missing value: NaN, or -1 for integers, which have no NaN."""
+    return np.nan if np.dtype(dtype).kind == "f" else -1
 
 
 @dataclass(frozen=True)

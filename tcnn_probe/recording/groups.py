@@ -11,7 +11,7 @@ from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.measured import Key
 from tcnn_probe.recording.measured_layer import MeasuredLayer
 from tcnn_probe.recording.sums import EpochSums
-from tcnn_probe.schema import COUNTS, Group, Variable
+from tcnn_probe.schema import COUNTS, Group, Variable, missing_value
 
 __all__ = [
     "MAPS_OF_CLASSES",
@@ -162,9 +162,7 @@ def _place_of_maps(maps: Mapping[str, tuple[Variable, np.ndarray]]) -> str:
 
 
 def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
-    # Integers have no NaN, and 0 is the index of a class.
-    fill = np.nan if np.dtype(variable.dtype).kind == "f" else -1
-    return np.full(shape, fill, dtype=variable.dtype)
+    return np.full(shape, missing_value(variable.dtype), dtype=variable.dtype)
 
 
 def groups_of(entries: Iterable[LayerValues], stored: Groups | None = None) -> dict[str, Group]:

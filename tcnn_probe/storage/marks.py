@@ -17,7 +17,7 @@ import numpy as np
 import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from tcnn_probe.schema import COORDINATES, Group, Variable
+from tcnn_probe.schema import COORDINATES, Group, Variable, missing_value
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.root import GIVEN, Root, is_left_over, is_recorded, join, tables
 
@@ -147,7 +147,7 @@ def _create(
     values.
     """
     dtype = np.dtype(variable.dtype)
-    fill_value: Any = np.nan if dtype.kind == "f" else -1
+    fill_value: Any = missing_value(dtype)
     array = top.create_array(
         path,
         shape=shape,

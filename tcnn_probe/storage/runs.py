@@ -14,7 +14,7 @@ from xarray.backends import BackendArray
 from xarray.core.indexing import IndexingSupport, LazilyIndexedArray, explicit_indexing_adapter
 from zarr.abc.store import Store
 
-from tcnn_probe.schema import StoreError
+from tcnn_probe.schema import StoreError, missing_value
 from tcnn_probe.storage.reading import open_recording
 from tcnn_probe.storage.root import ALONG, BY_RUN, LAYERS, OWN_ATTRIBUTES
 
@@ -209,9 +209,7 @@ class _Joined(BackendArray):
             dim: values[index]
             for (dim, values), index in zip(self._labels.items(), indices, strict=True)
         }
-        # Missing values are NaN, as in xarray's joins. Integers have no NaN, and recordings use -1
-        # for a missing value.
-        fill = np.nan if self.dtype.kind == "f" else -1
+        fill = missing_value(self.dtype)
         values = np.full((len(rows), *map(len, indices)), fill, self.dtype)
         for row, number in enumerate(rows):
             run = self._runs[number]
