@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
         for target in targets
     ]
     # From the last part: seeds/0/recording.zarr and seeds/1/recording.zarr are called 0 and 1.
-    parts = [*zip(*(re.split(r"[/\\]", text)[::-1] for text in texts), strict=False)]
+    parts = [*zip(*(PurePath(text).parts[::-1] for text in texts), strict=False)]
     last = parts[0] if parts else ()
     names = [*next((names for names in parts if len({*names}) > 1), last)]
     if len({*names}) < len(names):
