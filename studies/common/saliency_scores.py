@@ -92,12 +92,12 @@ def score(
             model, images, saliency, labels, metrics="pointing_game", **data
         )
         scores["pointing_game_exact"] = without_tolerance.pointing_game
-    scores = _with_chance(scores, model, probed, args)
+    # A forward pass of the model itself would be recorded as one of validation.
+    unrecorded = copy.deepcopy(model).eval()
+    scores = _with_chance(scores, unrecorded, probed, args)
     # Single precision is enough to draw maps, which are the largest part of the file.
     stacked = maps.to_dataarray("attribution").astype("float32")
     scores["saliency"] = stacked.reindex(attribution=scores.attribution)
-    # A forward pass of the model itself would be recorded as one of validation.
-    unrecorded = copy.deepcopy(model).eval()
     probability = logits(unrecorded, probed, args).softmax(1).numpy()
     scores["probability"] = ("image", "class"), probability
     return scores
@@ -151,10 +151,9 @@ def _with_chance(
     # tcnn_probe.faithfulness does not score constant maps, because a method that gives one has
     # failed.
     flat = torch.zeros(len(images), *images.shape[2:])
-    unrecorded = copy.deepcopy(model).eval()
     options = {"steps": args.steps, "batch_size": args.batch_size}
-    deletion = deletion_curve(unrecorded, images, flat, labels, **options)
-    insertion = insertion_curve(unrecorded, images, flat, labels, **options)
+    deletion = deletion_curve(model, images, flat, labels, **options)
+    insertion = insertion_curve(model, images, flat, labels, **options)
     chance = {
         "deletion_auc": area_under(*deletion),
         "insertion_auc": area_under(*insertion),
