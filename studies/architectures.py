@@ -243,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     groups = {
         **training_options(
-            "1 architecture, 2 epochs", limit=(None, 120), epochs=(6, 2), cnn_epochs=(15, 2)
+            "1 architecture, 1 epoch", limit=(None, 120), epochs=(6, 1), cnn_epochs=(15, 1)
         ),
         "architectures": [models],
     }

@@ -287,7 +287,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--images", "number of validation images", from_least(1), 2),
     ]
     groups = {
-        **training_options("4 epochs, 10 seconds"),
+        **training_options("2 epochs, 10 seconds"),
         "maps; these may change with --resume": maps,
     }
     args = parse_options(__doc__, "attention_maps", arguments, groups, need_model)

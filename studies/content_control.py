@@ -289,11 +289,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--arms",
             "arms to train (default: all)",
             default=list("ACDTU"),
+            small=list("ACD"),
             choices="ACDTU",
         ),
         Option("--steps", "steps of each arm", from_least(4), 1400, small=4),
         Option("--device", "only the CPU", default="cpu", choices=["cpu"]),
-        small_option("few scenes and steps, one dose, 20 seconds"),
+        small_option("few scenes and steps, 3 arms, one dose, 10 seconds"),
     ]
     args = parse_options(__doc__, "content_control", arguments, {"runs": options})
     args.scenes, args.test_scenes = (96, 16) if args.small else (45_000, 10_000)

@@ -307,11 +307,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "scenes to fit the probe to, and as many to judge it on",
             from_least(10),
             80,
-            small=20,
+            small=10,
         ),
     ]
     easier = {"img_size": 48, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
-    groups = {**training_options("4 epochs, 10 seconds", **easier), "probe": probe}
+    groups = {**training_options("2 epochs, 10 seconds", **easier), "probe": probe}
     return parse_options(
         __doc__,
         "dense_features",

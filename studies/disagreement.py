@@ -324,7 +324,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ]
     # Some CNNs learn little from larger scenes.
     easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
-    small = "1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds"
+    small = "1 seed, 2 epochs, 4 corruptions, 2 severities, 30 seconds"
     groups = {**training_options(small, **easier), "comparison": comparison}
     return parse_options(__doc__, "disagreement", arguments, groups, need_model)
 

@@ -164,7 +164,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         small=[2, 4],
         data=[10, 20, 50],
     )
-    groups = {**training_options("1 and 4 epochs, 10 seconds"), "lengths": [lengths]}
+    groups = {**training_options("2 and 4 epochs, 10 seconds"), "lengths": [lengths]}
     args = parse_options(__doc__, "finetune_length", arguments, groups, lengths_not_epochs)
     args.lengths = sorted({*args.lengths})
     if len(args.lengths) < 2:

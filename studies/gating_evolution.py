@@ -269,7 +269,7 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    groups = {**training_options("4 epochs, 10 seconds"), **control_options()}
+    groups = {**training_options("4 epochs, 10 seconds", epochs=(6, 4)), **control_options()}
     return parse_options(__doc__, "gating_evolution", arguments, groups, need_model)
 
 

@@ -253,7 +253,7 @@ def check(heads: xr.Dataset) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    groups = training_options("4 epochs, 10 seconds")
+    groups = training_options("2 epochs, 10 seconds")
     return parse_options(__doc__, "head_entropy", arguments, groups, need_model)
 
 

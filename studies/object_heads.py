@@ -297,7 +297,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         Option("--seeds", "number of trainings", from_least(1), 3, small=1),
         Option("--images", "scenes to measure", from_least(2), 96, small=20),
     ]
-    groups = {**training_options("one seed, 4 epochs, 10 seconds"), "measurement": measurement}
+    groups = {**training_options("one seed, 2 epochs, 10 seconds"), "measurement": measurement}
     return parse_options(
         __doc__,
         "object_heads",

@@ -97,7 +97,9 @@ from common.verdicts import with_interval
 from tcnn_probe.evaluation import mean_interval
 from tcnn_probe.plot import OKABE_ITO
 
-FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+REPORTED = (1 / 4, 1 / 2)
+"""Shares of heads at which the orders of their removal are compared."""
+FRACTIONS = (1 / 8, *REPORTED, 3 / 4, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +143,9 @@ def measure(
     heads = lost_shares(output.once("recording", lambda: record(model, fit)))
     deviation = output.once("deviation", lambda: attention_deviation(model, fit).to_dataset())
     heads["deviation"] = deviation.deviation
+    fractions = (*REPORTED, 1) if args.small else FRACTIONS
     by_count = output.once(
-        "curves", lambda: curves(network, heads, fit, evaluated, FRACTIONS, seed=args.seed)
+        "curves", lambda: curves(network, heads, fit, evaluated, fractions, seed=args.seed)
     )
     costs = output.once("costs", lambda: single_heads(model, fit, evaluated))
     results = {"heads": heads, "costs": costs, "curves": by_count}
@@ -216,7 +219,7 @@ def report(heads: xr.Dataset, costs: xr.Dataset, by_count: xr.Dataset) -> bool:
         print(f"first order, {mode}: {over_all}, within blocks {inside}")
     ordered = True
     for mode in ("convolutional", "static", "salient"):
-        for fraction in (1 / 4, 1 / 2):
+        for fraction in REPORTED:
             change = by_count.change.sel(mode=mode, fraction=fraction)
             for control in ("random", "same layers", "deviation"):
                 others = change.sel(order=control).mean("seed")

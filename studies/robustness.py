@@ -357,7 +357,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ),
     ]
     groups = {
-        **training_options("4 epochs, 4 corruptions, 2 severities, 20 seconds"),
+        **training_options("2 epochs, 4 corruptions, 2 severities, 20 seconds"),
         **control_options(),
         "perturbations": perturbations,
     }

@@ -340,7 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # tcnn_claims.py.
     few = {"img_size": 32, "clutter": 3, "batch_size": 16}
     few |= {"limit": (600, 120), "cnn_epochs": (6, 2)}
-    training = training_options("2 seeds, 2 epochs", epochs=(4, 2), qk_lr=5e-3, **few)
+    training = training_options("2 seeds, 1 epoch", epochs=(4, 1), qk_lr=5e-3, **few)
     seeds = Option("--seeds", "trainings, from --seed on", from_least(1), 20, small=2)
     return parse_options(__doc__, "seeds", arguments, {**training, "seeds": [seeds]}, need_model)
 

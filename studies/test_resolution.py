@@ -209,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
     )
     groups = {
-        **training_options("4 epochs, 15 seconds"),
+        **training_options("2 epochs, 15 seconds"),
         **control_options(),
         "resolutions": [sizes],
     }

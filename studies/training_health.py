@@ -461,13 +461,13 @@ def check(results: xr.Dataset) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     options = [
-        Option("--epochs", "epochs of each training", from_least(4), 10, small=4),
+        Option("--epochs", "epochs of each training", from_least(3), 10, small=3),
         Option("--healthy", "healthy trainings", from_least(1), 10, small=1),
         Option("--seeds", "trainings of each illness, from --seed on", from_least(1), 3, small=1),
         *image_set_options(small=240),
         SEED_OPTION,
         small_option(
-            "240 digits, 4 epochs, 1 healthy training, 1 of each illness that must be named"
+            "240 digits, 3 epochs, 1 healthy training, 1 of each illness that must be named"
         ),
     ]
     return parse_options(__doc__, "training_health", arguments, {"training": options})

@@ -137,7 +137,7 @@ def training_options(small_form: str, **defaults: Any) -> dict[str, list[Option]
         size,
     )
     recipe = [
-        Option("--epochs", "epochs of fine-tuning", from_least(1), 6, 4, 50),
+        Option("--epochs", "epochs of fine-tuning", from_least(1), 6, 2, 50),
         Option(
             "--cnn-epochs",
             "epochs of training the CNN first, unless --pretrained (default: 15; --epochs for "

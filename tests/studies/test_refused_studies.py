@@ -101,8 +101,8 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gating_evolution", "--resume --overwrite", "not allowed with"),
         (
             "attention_maps",
-            "--small --epoch 5",
-            "--epoch: expected 0 to 4, the epochs of fine-tuning, got 5",
+            "--small --epoch 3",
+            "--epoch: expected 0 to 2, the epochs of fine-tuning, got 3",
         ),
         (
             "attention_maps",
@@ -282,7 +282,7 @@ def test_a_convnet_gets_an_attention_pool(
     # test_saliency_of_a_trained_transformer draws them.
     for draw in ("draw_faithfulness", "draw_maps"):
         monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
-    small = f"--model test_resnet --data {image_folder} --img-size 64 --epochs 1"
+    small = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
     options = [*small.split(), *QUICK]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
