@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -51,9 +52,11 @@ LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write all figures with few pixels, and without the layout that moves panels apart:
+    """Write all figures with few pixels, and without what moves panels and titles apart:
     it takes longer than the drawing, and a reader judges it.
     """
+    # At a given height, matplotlib does not look for what a title would cover.
+    monkeypatch.setitem(mpl.rcParams, "axes.titley", 1.0)
     write = Figure.savefig
 
     def savefig(figure: Figure, file: Path, dpi: float) -> None:
