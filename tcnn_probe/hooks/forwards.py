@@ -449,9 +449,12 @@ def _entries(model: nn.Module) -> list[nn.Module]:
         # Hooks on them would slow down forwards that are not followed, by a twentieth in a small
         # vision transformer. A patch embedding can be a single convolution, but lies at the top.
         is_deep = name.count(".") > 1 and not module._modules
+        # torch's containers cannot be called, but a class made of one can: timm's
+        # features_only=True returns a ModuleDict with a forward.
+        is_container = getattr(module.forward, "__func__", None) is nn.Module.forward
         # A GPSA layer computes in another order, with other rounding, if there are hooks on the
         # place of its heads.
-        is_no_part = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Identity))
-        if not is_deep and not is_no_part:
+        is_place = isinstance(module, nn.Identity)
+        if not (is_deep or is_container or is_place):
             entries.append(module)
     return entries

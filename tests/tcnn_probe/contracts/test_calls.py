@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import timm
 import torch
 import xarray as xr
 from torch import Tensor, nn
@@ -215,6 +216,27 @@ def test_the_mode_of_the_whole_model_decides(training: bool) -> None:
         assert [module.training for module in model.modules()] == modes
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[3, 3]]
+
+
+def test_a_container_with_a_forward_is_called_as_a_whole() -> None:
+    """timm's features_only=True returns a ModuleDict, whose layers run in one forward."""
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        features_only=True,
+        out_indices=(0, 1),
+        img_size=(24, 32),
+        window_size=4,
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+    ).eval()
+    with tcnn_probe.record(model, images=[1]) as recorder, torch.no_grad():
+        model(torch.randn(5, 3, 24, 32))
+        recorder.mark(epoch=0)
+    assert not recorder.missing
+    assert recorder.dataset.images.values.tolist() == [[5, 5]]
+    # The last layer is a single window, whose grid is that of the tracked tokens.
+    assert recorder.tree["maps/2x3x4"].dataset.layer.values.tolist() == ["layers_1.blocks.0.attn"]
 
 
 class Pair(nn.Module):
