@@ -99,6 +99,10 @@ def _reshape(call: Call) -> Sequence[Places]:
 
 
 def _move(call: Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    # Moved, these places would no longer be expanded, and look like some of an image.
+    if _is_nowhere(call.places[0]):
+        return [nowhere(x.shape) for x in call.outputs]
     arguments, options = _on_cpu(call.args[1:]), _on_cpu(call.kwargs)
     moved = call.func(call.places[0], *arguments, **options)
     return list(moved) if isinstance(moved, (tuple, list)) else [moved]

@@ -487,6 +487,24 @@ def test_an_unknown_order_keeps_its_grid(in_numpy: bool) -> None:
     assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
 
 
+def test_layers_with_a_bias_that_are_called_one_by_one_keep_their_grid() -> None:
+    """The places of tokens do not pass from call to call, and those of the bias are no tokens'."""
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=(ROWS * PATCH, COLUMNS * PATCH),
+        window_size=7,
+        embed_dim=12,
+        depths=(1,),
+        num_heads=(3,),
+    )
+    call_layouts: list[Layout] = []
+    stream = tcnn_probe.attention_stream(model, lambda a: call_layouts.append(a.layout))
+    with stream, torch.no_grad():
+        model.layers[0](model.patch_embed(torch.randn(IMAGES)))
+    grid = Tokens(0, ROWS, COLUMNS)
+    assert [(layout.queries, layout.keys) for layout in call_layouts] == [(grid, grid)]
+
+
 def test_pixels_are_followed_once_for_each_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
