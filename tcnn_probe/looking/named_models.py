@@ -284,12 +284,10 @@ def _of_processor(processor: Any, size: int | None) -> dict[str, Any]:
     """Return the options of timm's transform that do what a processor of transformers does."""
     if processor is None:
         return {}
-    options: dict[str, Any] = {"crop_mode": "center", "crop_pct": 1.0}
-    if processor.do_normalize:
-        options |= {
-            "mean": tuple(processor.image_mean),
-            "std": tuple(processor.image_std),
-        }
+    options: dict[str, Any] = {"crop_mode": "center", "crop_pct": 1.0, "guessed": False}
+    normalizes = processor.do_normalize
+    options["mean"] = tuple(processor.image_mean) if normalizes else (0.0, 0.0, 0.0)
+    options["std"] = tuple(processor.image_std) if normalizes else (1.0, 1.0, 1.0)
     resampling = getattr(processor.resample, "name", "")
     if resampling in ("BICUBIC", "BILINEAR"):
         options["interpolation"] = resampling.lower()
@@ -327,7 +325,7 @@ def find_preparation(model: nn.Module, size: int | None = None) -> dict[str, Any
 
     Those of timm's models are known. For other models, the attribute ``pretrained_cfg`` gives them,
     as in timm, or the photographs are resized to the model's own size, or 224 pixels, and
-    normalised by ImageNet's mean and standard deviation, and "guessed" is among the options.
+    normalised by ImageNet's mean and standard deviation, and the option "guessed" is True.
     """
     network = unwrap(model)
     if getattr(network, "pretrained_cfg", None):

@@ -19,7 +19,9 @@ from torch import nn
 import tcnn_probe
 from tcnn_probe.command_line import main
 from tcnn_probe.heads import TYPES
+from tcnn_probe.images import prepare
 from tcnn_probe.looking.costs import class_labels
+from tcnn_probe.looking.named_models import find_model
 from tcnn_probe.looking.photographs import find_photographs
 from tcnn_probe.looking.unfinished import continue_measuring, keep_measurements
 from tests.extras import need
@@ -302,6 +304,33 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
         return code, lines[0]
 
     return run
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_a_folder_of_hugging_face_says_how_it_takes_pictures(
+    normalizes: bool, photographs: Path, tmp_path: Path
+) -> None:
+    transformers = need("transformers")
+    config = transformers.Dinov2Config(
+        image_size=28, hidden_size=12, num_hidden_layers=1, num_attention_heads=3
+    )
+    transformers.Dinov2Model(config).save_pretrained(tmp_path)
+    processor = transformers.BitImageProcessor(
+        # What is cropped is even, as libraries round odd numbers differently.
+        size={"shortest_edge": 38},
+        crop_size={"height": 28, "width": 28},
+        do_normalize=normalizes,
+        image_mean=[0.4, 0.5, 0.6],
+        image_std=[0.3, 0.2, 0.1],
+    )
+    processor.save_pretrained(tmp_path)
+    _, preparation = find_model(str(tmp_path))
+    assert preparation.pop("guessed") is False
+    picture = Image.open(photographs / "cats" / "0.png")
+    expected = processor(picture, return_tensors="pt")["pixel_values"]
+    # Both round to 256 levels, of which resizing may differ by one.
+    level = 1 / 255 / (0.1 if normalizes else 1)
+    torch.testing.assert_close(prepare([picture], preparation), expected, atol=1.01 * level, rtol=0)
 
 
 @pytest.mark.study
