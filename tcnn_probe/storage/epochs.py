@@ -155,8 +155,9 @@ class EpochStore:
         attrs = {**(attrs or {}), **({} if self._root.text else fixed)}
         marks = (*self._marks, mark)
         with self._place_to_write() as store:
+            write_mark(store, self._root, self._along, marks, groups, rows, attrs)
             # A retry of a mark whose failure came after its commit finds this root.
-            self._attempted = write_mark(store, self._root, self._along, marks, groups, rows, attrs)
+            self._attempted = store.text
             run(store.commit())
         self._replaces = False
         self._root = Root.parse(self._attempted, self._place)

@@ -44,8 +44,8 @@ def write_mark(
     groups: Mapping[str, Group],
     rows: Mapping[str, Any],
     attrs: Mapping[str, Any],
-) -> bytes:
-    """Write all arrays of a mark; return the root, which is still to be committed.
+) -> None:
+    """Write all arrays of a mark, and prepare the root, which is still to be committed.
 
     Args:
         store: Store to write to.
@@ -102,7 +102,6 @@ def write_mark(
             extend(name, Variable((), "", name, GIVEN), rows.get(name))
         _write_rows(extended, len(marks))
         zarr.consolidate_metadata(store)
-    return store.text
 
 
 def _undo_remains(top: zarr.Group, root: Root) -> dict[str, zarr.Array[Any]]:
