@@ -99,11 +99,16 @@ class EpochStore:
         return self._marks
 
     def hold(self) -> None:
-        """Take the lock of a directory, which may not exist yet; :meth:`append` does so, too.
+        """Take the lock of a recording that is there; :meth:`append` takes that of a new one.
 
         StoreError if another recorder holds the lock; if the recording has changed since this store
         read or wrote it; or if it is to be replaced, and its place holds anything else.
         """
+        # A cell of a notebook that failed before the first mark may run again beside its recorder.
+        if self._root.text or self._replaces:
+            self._take_lock()
+
+    def _take_lock(self) -> None:
         directory = self._place.directory
         if directory is None or (self._lock and self._lock.is_locked):
             self._check_unchanged()
@@ -149,7 +154,7 @@ class EpochStore:
         if self._marks:
             mark = type(self._marks[-1])(mark)
         rows = self._rows(groups, values, scalars)
-        self.hold()
+        self._take_lock()
         fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: self._along}
         # The user's attributes come first, so that they cannot replace the fixed ones.
         attrs = {**(attrs or {}), **({} if self._root.text else fixed)}
