@@ -20,9 +20,10 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import DurableStore
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Target", "find", "run"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Source", "Target", "find", "run"]
 
-Target = None | str | os.PathLike[str] | Store
+Source = str | os.PathLike[str] | Store
+Target = Source | None
 T = TypeVar("T")
 
 ROOT = "zarr.json"

@@ -1,6 +1,5 @@
 """Reading of recordings: opening them with xarray, and the examples."""
 
-import os
 from importlib.resources import files
 from typing import Any, cast
 
@@ -9,7 +8,7 @@ from zarr.abc.store import Store
 from zarr.storage import ZipStore
 
 from tcnn_probe.schema import StoreError
-from tcnn_probe.storage.place import find
+from tcnn_probe.storage.place import Source, find
 from tcnn_probe.storage.root import HEADS, Root
 
 __all__ = ["load_example", "numbers", "open_dataset", "open_recording", "open_tree"]
@@ -17,7 +16,7 @@ __all__ = ["load_example", "numbers", "open_dataset", "open_recording", "open_tr
 _EXAMPLES = {"tcnn": "example.zip", "vit": "example_vit.zip"}
 
 
-def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
+def open_recording(target: Source) -> xr.DataTree:
     """Open a single recording, see :func:`~tcnn_probe.storage.runs.open_recordings`."""
     place = find(target, writable=False)
     root = Root.read(place)

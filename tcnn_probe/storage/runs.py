@@ -15,15 +15,14 @@ from xarray.core.indexing import IndexingSupport, LazilyIndexedArray, explicit_i
 from zarr.abc.store import Store
 
 from tcnn_probe.schema import StoreError, missing_value
+from tcnn_probe.storage.place import Source
 from tcnn_probe.storage.reading import open_recording
 from tcnn_probe.storage.root import ALONG, BY_RUN, LAYERS, OWN_ATTRIBUTES
 
 __all__ = ["open_recordings"]
 
-Target = str | os.PathLike[str] | Store
 
-
-def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) -> xr.DataTree:
+def open_recordings(target: Source | Mapping[str, Source] | Iterable[Source]) -> xr.DataTree:
     """Open a recording, or several joined, for reading. They are not changed,
     and may be written meanwhile.
 
@@ -58,7 +57,7 @@ def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) ->
             joined.
         ValueError: No recording is given, or two runs have the same name.
     """
-    if isinstance(target, str | os.PathLike | Store) or target is None:
+    if isinstance(target, str | os.PathLike | Store):
         return open_recording(target)
     targets = target if isinstance(target, Mapping) else _by_name([*target])
     if not targets:
@@ -66,7 +65,7 @@ def open_recordings(target: Target | Mapping[str, Target] | Iterable[Target]) ->
     return _joined({name: open_recording(recording) for name, recording in targets.items()})
 
 
-def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
+def _by_name(targets: Sequence[Source]) -> dict[str, Source]:
     """Name recordings by the part of their paths in which they differ."""
     if any(isinstance(target, Store) for target in targets):
         raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
