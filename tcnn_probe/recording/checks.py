@@ -246,7 +246,7 @@ def _what_is_lacking(
         return f"no attention was seen in {asked_for if layer_filter else collector.model_class}"
     images = collector.sampling.images
     counts = [collector.sums.images(key) for key in layers if layers[key].probe.maps]
-    # The first mark creates the groups of maps, so it needs a map to know their size.
+    # Maps could join later, but images that the first epoch lacks come in no other.
     if groups is None and images and counts and max(counts) <= images[0]:
         return f"of the images asked for, {list(images)}, none was among the {max(counts)} seen"
     return ""
