@@ -3,7 +3,10 @@ and each validation image once.
 """
 
 import os
+import shutil
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,18 @@ def test_a_gpu_is_named_by_its_number(
         assert [processes.device] == chosen == [torch.device("cuda", index)]
 
 
-def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int | None) -> None:
+# What the process of a rank does before a step of its training.
+Interruption = tuple[int, Callable[[int], None]]
+
+
+def _killed(rank: int) -> None:
+    """Exit like a killed process, which writes nothing any more."""
+    os._exit(0)
+
+
+def _of_rank(
+    settings: Config, rank: int, port: int, *, resume: bool, before: Interruption | None
+) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update(
         {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
@@ -77,9 +91,8 @@ def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int 
     steps = []
 
     def counted(self: Any, *arguments: Any) -> None:
-        # Exit like a killed process, which writes nothing any more.
-        if len(steps) == stop:
-            os._exit(0)
+        if before is not None and len(steps) == before[0]:
+            before[1](rank)
         make_step(self, *arguments)
         steps.append(None)
 
@@ -89,11 +102,11 @@ def _of_rank(settings: Config, rank: int, port: int, *, resume: bool, stop: int 
     finish(settings, resume=resume)
 
 
-def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) -> None:
+def _in_two(settings: Config, *, resume: bool = False, before: Interruption | None = None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"resume": resume, "stop": stop}
+    options: dict[str, Any] = {"resume": resume, "before": before}
     processes = [fork(partial(_of_rank, settings, rank, port, **options)) for rank in range(2)]
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
 
@@ -108,7 +121,7 @@ def test_two_processes_train_like_one(
     """
     settings = config(tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1)
     if distribute == "fsdp":
-        _in_two(settings, stop=4)
+        _in_two(settings, before=(4, _killed))
     _in_two(settings, resume=distribute == "fsdp")
     two = last_checkpoint(settings)
     expected, folder = single
@@ -147,8 +160,15 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
     distribute: str, tmp_path: Path
 ) -> None:
     """Reported losses are those of the saved weights, and a killed run resumes bit for bit."""
-    settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
-    _in_two(settings)
+    settings = config(tmp_path / "whole", **NORMED, distribute=distribute, checkpoint_steps=1)
+    killed = replace(settings, out=str(tmp_path / "killed"))
+
+    def keep(rank: int) -> None:
+        """Keep the files that a kill would leave, and go on."""
+        if rank == 0:
+            shutil.copytree(settings.out, killed.out)
+
+    _in_two(settings, before=(2, keep))
     complete = last_checkpoint(settings)
     processes = Processes(0, 1, torch.device("cpu"))
     alone, images = command._prepare(settings, RunFolder(settings, processes))
@@ -163,8 +183,7 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
             validated, rel=8 * torch.finfo(torch.float32).eps
         )
 
-    killed = config(tmp_path / "killed", **NORMED, distribute=distribute, checkpoint_steps=1)
-    _in_two(killed, stop=2)
+    assert (tmp_path / "killed" / "checkpoints" / "within.pt").exists()
     _in_two(killed, resume=True)
     assert_same_weights(last_checkpoint(killed), complete)
     expected, resumed = (
