@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 
-def vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """Return two blocks of 3 heads on 1 + 5 x 7 tokens,
+def vit(seed: int = 0, *, depth: int = 2, **options: Any) -> VisionTransformer:
+    """Return blocks of 3 heads on 1 + 5 x 7 tokens,
     with peaked attention that differs between the heads.
     """
     torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def vit(seed: int = 0, **options: Any) -> VisionTransformer:
         in_chans=2,
         num_classes=5,
         embed_dim=12,
-        depth=2,
+        depth=depth,
         num_heads=3,
         **options,
     )
