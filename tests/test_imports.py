@@ -127,14 +127,15 @@ def _names(path: Path) -> Iterator[str]:
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("import_module", "__import__")
-        ):
-            yield from (
-                a.value
-                for a in node.args
-                if isinstance(a, ast.Constant) and isinstance(a.value, str)
-            )
+        elif isinstance(node, ast.Call):
+            # Of a function, or of a module's function.
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+            if name in ("import_module", "__import__"):
+                yield from (
+                    argument.value
+                    for argument in node.args
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                )
 
 
 def _within(name: str, forbidden: set[str]) -> bool:
@@ -331,77 +332,3 @@ def test_public_names_need_no_optional_dependency() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-MISSING = """
-import sys
-from importlib import import_module
-from importlib.machinery import PathFinder
-
-absent = {*sys.argv[1:]}
-
-class Installed(PathFinder):
-    @classmethod
-    def find_spec(cls, name, *arguments):
-        return None if name.partition(".")[0] in absent else super().find_spec(name, *arguments)
-
-sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
-import tcnn_model, tcnn_probe
-from tcnn_probe import evaluation, heads
-from tcnn_probe.command_line import main
-
-packages = tcnn_model, tcnn_probe, evaluation, heads
-uses = {f"{p.__name__}.{name}": (getattr, p, name) for p in packages for name in p.__all__}
-modules = "tcnn_model.models", "tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"
-uses |= {name: (import_module, name) for name in modules}
-for name, (use, *arguments) in uses.items():
-    try:
-        use(*arguments)
-    except ModuleNotFoundError as error:
-        module = error.name.partition(".")[0]
-        assert module in absent, error
-        assert str(error) == f"{name} needs {module}: pip install {module}", error
-        print(name)
-for command in ("look", "maps"):
-    assert main([command, "vit_tiny_patch16_224", "pictures", "-o", "page.html"]) == 2
-"""
-
-
-@pytest.mark.study
-@pytest.mark.parametrize(
-    ("also", "needing"),
-    [
-        (
-            [],
-            {
-                "tcnn_model.reparameterize",
-                "tcnn_model.models",
-                "tcnn_probe.look",
-                "tcnn_probe.evaluation.robustness",
-            },
-        ),
-        (["torch"], {"tcnn_model.GPSA", "tcnn_model.gpsa", "tcnn_probe.heads.cross_patch"}),
-    ],
-    ids=["beside torch alone", "without torch"],
-)
-def test_missing_packages_are_named_with_the_line_to_type(
-    also: list[str], needing: set[str]
-) -> None:
-    """Public names, modules and commands say what they need."""
-    absent = ["timm", "torchvision", "captum", "lightning", "transformers", *also]
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING, *absent],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    callbacks = {"tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"}
-    assert needing | callbacks <= {*done.stdout.split()}
-    errors = [line for line in done.stderr.splitlines() if line.startswith("tcnn-probe")]
-    package = (also or absent)[0]
-    assert errors == [
-        f"tcnn-probe: {command} needs {package}: pip install {package}"
-        for command in ("look", "maps")
-    ]

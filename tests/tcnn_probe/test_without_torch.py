@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import OrderedDict
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from tests.tcnn_probe.networks import scatter
 
 # The program runs in this directory, so that it finds the package without an installation.
 ROOT = Path(tcnn_probe.__file__).parents[1]
-PROGRAM = """
+# Packages are hidden: their import raises what it does where they are not installed.
+HIDING = """
 import json, sys, warnings
 from importlib.machinery import PathFinder
 
-absent = {*json.loads(sys.argv[2])}
-statistics = {*json.loads(sys.argv[3])}
+absent = {*json.loads(sys.argv[1])}
 
 class Installed(PathFinder):
     @classmethod
@@ -36,9 +37,48 @@ class Installed(PathFinder):
 
 sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
 warnings.simplefilter("error")
+"""
+
+# Public names, modules and commands say what they need.
+NAMING = """
+from importlib import import_module
+import tcnn_model
+from tcnn_probe import evaluation, heads
+from tcnn_probe.command_line import main
+
+packages = tcnn_model, tcnn_probe, evaluation, heads
+uses = {f"{p.__name__}.{name}": (getattr, p, name) for p in packages for name in p.__all__}
+modules = "tcnn_model.models", "tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"
+uses |= {name: (import_module, name) for name in modules}
+needing = []
+for name, (use, *arguments) in uses.items():
+    try:
+        use(*arguments)
+    except ModuleNotFoundError as error:
+        module = error.name.partition(".")[0]
+        assert module in absent, error
+        assert str(error) == f"{name} needs {module}: pip install {module}", error
+        needing.append(name)
+for command in ("look", "maps"):
+    assert main([command, "vit_tiny_patch16_224", "pictures", "-o", "page.html"]) == 2
+print(json.dumps(needing))
+"""
+CALLBACKS = {"tcnn_probe.callbacks.lightning", "tcnn_probe.callbacks.huggingface"}
+_NEEDING = {  # names that need timm or torchvision, and names that need torch
+    "timm": {
+        "tcnn_model.reparameterize",
+        "tcnn_model.models",
+        "tcnn_probe.look",
+        "tcnn_probe.evaluation.robustness",
+    },
+    "torch": {"tcnn_model.GPSA", "tcnn_model.gpsa", "tcnn_probe.heads.cross_patch"},
+}
+
+DRAWING = """
+statistics = {*json.loads(sys.argv[3])}
 import matplotlib, numpy as np, xarray as xr
 matplotlib.use("Agg")
-ds = xr.open_zarr(sys.argv[1])
+ds = xr.open_zarr(sys.argv[2])
 # Text of fixed width, which matplotlib draws; with room for longer names that join later.
 assert ds.layer.dtype.kind == "U" and ds.layer.values.tolist() == ["層", "far"]
 mesh = ds.entropy.isel(epoch=-1).plot()
@@ -51,7 +91,7 @@ import tcnn_probe
 from tcnn_probe import plot
 from tcnn_probe.evaluation import mean_interval, improvement, mean_corruption_error
 from tcnn_probe.evaluation import disagreement
-assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
+assert tcnn_probe.open(sys.argv[2])["heads"].gate.identical(ds.gate)
 tcnn_probe.load_example()
 types = {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in ("content", "gate")}
 tcnn_probe.head_table(ds)
@@ -87,7 +127,7 @@ mean_corruption_error(results.assign(accuracies), "a")
 absent |= statistics
 
 from tcnn_probe.command_line import main
-assert main(["show", sys.argv[1]]) == 0
+assert main(["show", sys.argv[2]]) == 0
 assert main(["info"]) == 0
 try:
     tcnn_probe.record
@@ -103,9 +143,6 @@ print(json.dumps([ticks, gates, types]))
 
 # A model of a user's own, recorded, ablated and looked at with torch and the core.
 RECORDING = """
-import json, sys, warnings
-sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
-warnings.simplefilter("error")
 import torch
 from torch import nn
 import tcnn_probe
@@ -172,6 +209,34 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
     ]
 
 
+def _run(program: str, absent: Iterable[str], *arguments: str, package: str) -> tuple[str, str]:
+    """Run a program, and then use all public names, in an interpreter without some packages.
+
+    Args:
+        program: Source of the program.
+        absent: Modules that cannot be imported.
+        arguments: Further arguments of the program.
+        package: The absent package that the commands name.
+
+    Returns:
+        What was printed to stdout and to stderr, but for the errors of the commands.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", HIDING + program + NAMING, json.dumps([*absent]), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output, _, needing = done.stdout.rstrip().rpartition("\n")
+    assert _NEEDING[package] | CALLBACKS <= {*json.loads(needing)}
+    *lines, look, maps = done.stderr.splitlines()
+    assert look == f"tcnn-probe: look needs {package}: pip install {package}"
+    assert maps == f"tcnn-probe: maps needs {package}: pip install {package}"
+    return output, "\n".join(lines)
+
+
 @pytest.mark.study
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     # A name beyond ASCII shows that names survive as text.
@@ -199,13 +264,11 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     # If the core required one of these packages, the test would prove nothing.
     assert {"torch", "timm", "captum", "bokeh"} <= absent - statistics
     assert {"scipy", "sklearn"} <= statistics
-    lists = (json.dumps([*names]) for names in (absent, statistics))
-    command = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr", *lists]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "tcnn-finetune needs torch: pip install torch timm\n"
+    arguments = str(tmp_path / "run.zarr"), json.dumps([*statistics])
+    output, errors = _run(DRAWING, absent, *arguments, package="torch")
+    assert errors == "tcnn-finetune needs torch: pip install torch timm"
     # The last line is JSON; the output before is that of `show` and `info`.
-    shown, _, printed = done.stdout.rstrip().rpartition("\n")
+    shown, _, printed = output.rpartition("\n")
     assert "層" in shown
     assert shown.endswith("device: unknown, as importing torch raises ModuleNotFoundError")
     ticks, gates, types = json.loads(printed)
@@ -217,20 +280,12 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
-@pytest.mark.study
 def test_a_model_of_the_users_own_is_recorded_with_torch_alone() -> None:
     """Packages that the core lacks are named where they are needed, with what to type."""
     absent = _modules_beyond([*PROJECT["dependencies"], "torch"])
     assert {"timm", "captum", "scipy", "sklearn", "bokeh"} <= {*absent}
-    done = subprocess.run(
-        [sys.executable, "-c", RECORDING, json.dumps(absent)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.rpartition(": ")[2] for line in done.stdout.splitlines()][:4] == [
+    output, _ = _run(RECORDING, absent, package="timm")
+    assert [line.rpartition(": ")[2] for line in output.splitlines()][:4] == [
         "pip install captum",
         "pip install scikit-learn",
         "pip install scipy",
