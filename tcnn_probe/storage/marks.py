@@ -7,9 +7,9 @@ are compressed. Labels, such as names of layers, are text of fixed width, which 
 NumPy's text. (zarr's text of variable width is returned as a type that matplotlib refuses.)
 """
 
+import asyncio
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from tcnn_probe.schema import COORDINATES, Group, Variable, missing_value
 from tcnn_probe.storage.checked import CheckedStore
+from tcnn_probe.storage.place import run
 from tcnn_probe.storage.root import GIVEN, Root, is_left_over, is_recorded, join, tables
 
 __all__ = ["Mark", "chunk_shape", "write_mark"]
@@ -63,9 +64,9 @@ def write_mark(
     coordinate = Variable((), "", **about, dtype=dtype)
     # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text
     # of fixed width and of consolidated metadata, which its specification does not include yet, and
-    # of the lock.
-    writes_all = zarr.config.set({"array.write_empty_chunks": True})
-    with writes_all, warnings.catch_warnings():
+    # of the lock. Documents without indentation are encoded in C.
+    settings = zarr.config.set({"array.write_empty_chunks": True, "json_indent": None})
+    with settings, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = zarr.open_group(store, mode="a", use_consolidated=False)
         arrays = _undo_remains(top, root)
@@ -186,25 +187,32 @@ def _write_labels(group: zarr.Group, name: str, labels: Sequence[Any], stored: A
         stored[:] = values.astype(stored.dtype)
 
 
-def _write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
+def _write_rows(rows: Sequence[tuple[zarr.Array[Any], Any]], length: int) -> None:
     """Extend arrays to a number of marks, and write the last row; None stands for fill values.
 
-    They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have
-    ended, so that none is written later.
+    Several are written at the same time, as each waits for the disk, but all by one call into
+    zarr's thread: a call takes as long as writing a row. After an error or Ctrl-C all have ended,
+    so that none is written later.
     """
+    turn = asyncio.Semaphore(8)
 
-    def write(array: zarr.Array[Any], row: Any) -> None:
-        shape = array.shape[1:] if row is None else np.shape(row)
-        if shape != array.shape[1:]:
-            _widen(array, shape)
-        if array.shape[0] < length:
-            array.resize((length, *shape))
-        value: Any = array.metadata.fill_value if row is None else row
-        array[length - 1] = value
+    async def write(array: zarr.AsyncArray[Any], row: Any) -> None:
+        async with turn:
+            if array.shape[0] < length:
+                await array.resize((length, *array.shape[1:]))
+            value: Any = array.metadata.fill_value if row is None else row
+            await array.setitem(length - 1, value)
 
-    with ThreadPoolExecutor(8) as pool:
-        for written in [pool.submit(write, array, row) for array, row in rows]:
-            written.result()
+    async def write_all() -> list[BaseException | None]:
+        work = [write(array.async_array, row) for array, row in rows]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    for array, row in rows:
+        if row is not None and np.shape(row) != array.shape[1:]:
+            _widen(array, np.shape(row))
+    for error in run(write_all()):
+        if error is not None:
+            raise error
 
 
 def _widen(array: zarr.Array[Any], row: Sequence[int]) -> None:
