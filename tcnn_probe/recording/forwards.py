@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_probe.images import batch_of, input_tensors
+from tcnn_probe.models import unwrap
 from tcnn_probe.recording.fingerprints import sample_images
 from tcnn_probe.recording.options import Sampling
 
@@ -40,7 +41,8 @@ class ForwardCounter:
         sampling: Sampling,
         map_images: Collection[int],
     ) -> None:
-        self._model = model
+        # eval() of the model inside does not reach its wrapper, and timm's ModelEmaV3 calls it.
+        self._model = unwrap(model)
         self._names = names
         self._sampling = sampling
         self._map_images = sorted(map_images)

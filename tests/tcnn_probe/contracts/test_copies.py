@@ -164,6 +164,20 @@ def test_wrappers_have_the_names_of_the_plain_model(
         torch.testing.assert_close(output, expected)
 
 
+@torch.no_grad()
+def test_the_mode_of_a_wrapped_model_is_that_of_the_model_inside() -> None:
+    """timm's average is in eval mode from the beginning, but its wrapper is not."""
+    model = ModelEmaV3(vit())
+    assert model.training
+    with tcnn_probe.record(model) as recorder:
+        model(images())
+        recorder.mark(epoch=0)
+        model.module.train()
+        model(images())
+        with pytest.raises(RuntimeError, match="1 forwards were in training mode"):
+            recorder.mark(epoch=1)
+
+
 @pytest.mark.parametrize(
     ("wrap", "prefix"), [(AveragedModel, "module"), (adapted, "base_model.model")]
 )
