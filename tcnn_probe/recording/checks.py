@@ -255,10 +255,13 @@ def _what_is_lacking(
 def _notes(collector: Collector) -> list[str]:
     """Return what may explain that nothing was measured, and advice."""
     forwards, names = collector.forwards, collector.names
-    notes = [f"{forwards.training_forwards} forwards were in training mode"]
-    if collector.sampling.mode == "eval mode":
-        notes.append("run the validation, with model.eval(), before mark()")
-    notes.append("if you evaluate a copy, such as a moving average, record that copy")
+    notes = []
+    # A forward that was measured was in the right mode, and of this model.
+    if not forwards.measured:
+        notes.append(f"{forwards.training_forwards} forwards were in training mode")
+        if collector.sampling.mode == "eval mode":
+            notes.append("run the validation, with model.eval(), before mark()")
+        notes.append("if you evaluate a copy, such as a moving average, record that copy")
     if forwards.called_parts:
         notes.append(f"parts of the model were called: {_shorten(forwards.called_parts)}")
     compiled = [
