@@ -260,7 +260,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--limit",
             "number of digits to use (default: all)",
             from_least(40),
-            small=160,
+            small=80,
             data=None,
             only="digits",
         ),
@@ -269,7 +269,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "training images that no training sees",
             from_least(1),
             200,
-            small=20,
+            small=10,
             data=5000,
         ),
         Option("--corrupted", "test images to corrupt", from_least(2), 100, small=6, data=1000),
@@ -317,7 +317,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             bool,
         ),
         Option("--device", "device of torch; the protocol's is the CPU", torch_device, "cpu"),
-        small_option("few digits, a narrow network, few steps, 20 seconds", only="digits"),
+        small_option("few digits, a narrow network, few steps, 15 seconds", only="digits"),
     ]
     groups = {"model and data": model_and_data, "training": training, "runs": runs}
     args = parse_options(__doc__, "content_or_mixing", arguments, groups)
