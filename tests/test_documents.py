@@ -106,7 +106,7 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
         ("plots.md", 5),
         ("recipes.md", 4),
         ("recording.md", 8),
-        ("report.md", 4),
+        ("report.md", 3),
         ("representation.md", 3),
         ("robustness.md", 5),
         ("saliency.md", 4),
