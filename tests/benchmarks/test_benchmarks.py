@@ -86,6 +86,10 @@ def test_statistics_and_their_floor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark = importlib.import_module("statistics_floor")
+    create = timm.create_model
+    monkeypatch.setattr(
+        timm, "create_model", lambda *name, **size: create(*name, **size, **TINY["vit"])
+    )
     options = ["--model", "vit_tiny_patch16_224", "--batch", "1", "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", ["statistics_floor.py", *options])
     benchmark.main()

@@ -133,10 +133,11 @@ def test_log_to_wandb(wandb: Run) -> None:
         alarms = tcnn_probe.health(recorder.dataset).alarms
         begun = [alarm for alarm in alarms if alarm.since == recorder.epochs[-1]]
         wandb.alerts.clear()
-        tcnn_probe.log_to_wandb(wandb, recorder, PICTURES, heads=True)
+        tcnn_probe.log_to_wandb(wandb, recorder)
         assert wandb.alerts == [(f"{a.sign}: {a.layer}", str(a)) for a in begun]
         # Alarms of the last mark began before it.
         assert bool(begun) == (recorder.epochs[-1] in (5, 7))
+    tcnn_probe.log_to_wandb(wandb, recorder, PICTURES, heads=True)
     assert wandb.logged["recording/epoch"] == 8
     assert wandb.axes["recording/epoch"] is None
     sections = {name.split("/")[0] for name in wandb.logged} - {"recording"}
