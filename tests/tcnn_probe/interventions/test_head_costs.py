@@ -244,6 +244,16 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
         tcnn_probe.head_costs(model, x.flip(0), path=path, **options)
 
 
+@pytest.fixture(scope="module")
+def written_costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a file of costs, and the arguments with which it was written."""
+    path = tmp_path_factory.mktemp("costs") / "costs.npz"
+    options: dict[str, Any] = {"metric": torch.tensor([1, 0, 2, 1]), "batch_size": 3}
+    options |= {"modes": ["static", "shuffled"], "reference": vit_images(3)}
+    tcnn_probe.head_costs(vit(), vit_images(4), path=path, **options)
+    return path, options
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -257,13 +267,12 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
     ],
     ids=lambda other: ", ".join(other),
 )
-def test_results_of_other_arguments_are_not_taken_up(other: dict[str, Any], tmp_path: Path) -> None:
-    model, x, path = vit(), vit_images(4), tmp_path / "costs.npz"
-    options: dict[str, Any] = {"metric": torch.tensor([1, 0, 2, 1]), "batch_size": 3}
-    options |= {"modes": ["static", "shuffled"], "reference": vit_images(3)}
-    tcnn_probe.head_costs(model, x, path=path, **options)
+def test_results_of_other_arguments_are_not_taken_up(
+    other: dict[str, Any], written_costs: tuple[Path, dict[str, Any]]
+) -> None:
+    path, options = written_costs
     with pytest.raises(ValueError, match="costs of another model, other images"):
-        tcnn_probe.head_costs(model, x, path=path, **options | other)
+        tcnn_probe.head_costs(vit(), vit_images(4), path=path, **options | other)
 
 
 def test_forms_of_images_and_targets() -> None:
