@@ -269,7 +269,9 @@ def check(dataset: xr.Dataset, chance: float) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the digits and the user's own images have different defaults."""
-    groups = {**training_options("4 epochs, 10 seconds", epochs=(6, 4)), **control_options()}
+    # Enough for gates to move apart in the small form too.
+    enough = {"limit": (None, 280), "cnn_epochs": (15, 4), "epochs": (6, 4)}
+    groups = {**training_options("4 epochs, 10 seconds", **enough), **control_options()}
     return parse_options(__doc__, "gating_evolution", arguments, groups, need_model)
 
 

@@ -87,7 +87,8 @@ def model_options(model: str, pretrained: str, size: Option) -> Groups:
                 "--limit",
                 "number of images to use, a quarter of them for validation (default: all)",
                 from_least(4),
-                small=280,
+                # The 32 for validation are one batch.
+                small=128,
                 data=None,
             ),
             Option(
@@ -144,7 +145,7 @@ def training_options(small_form: str, **defaults: Any) -> dict[str, list[Option]
             "--data)",
             from_least(1),
             15,
-            4,
+            2,
             lambda args: args.epochs,
         ),
         Option(

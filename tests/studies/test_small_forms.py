@@ -258,7 +258,7 @@ def test_attention_maps_are_those_of_the_recorder(
     model = reparameterize(small_resnet())
     weights = torch.load(out / "attention_maps_checkpoints" / "tcnn-0002.pt", weights_only=True)
     model.load_state_dict(weights)
-    loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)
+    loaders = digits_loaders(size=32, batch_size=16, seed=0, limit=128, clutter=0)
     with tcnn_probe.record(model.eval(), images=2) as recorder, torch.no_grad():
         model(probed_images(loaders[1].dataset, 2).images)
         recorder.mark(epoch=2)
@@ -337,7 +337,7 @@ def test_representations_have_the_labels_of_their_images(
         "other_layer": 4,
     }
     _, labels = zip(
-        *digits_loaders(size=32, batch_size=16, seed=0, limit=280, clutter=0)[1].dataset,
+        *digits_loaders(size=32, batch_size=16, seed=0, limit=128, clutter=0)[1].dataset,
         strict=True,
     )
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
