@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_targets", "class_scores", "scores_of"]
+__all__ = ["check_scores", "check_targets", "class_scores", "scores_of"]
 
 
 def scores_of(output: Any) -> Any:
@@ -22,15 +22,21 @@ def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
     """Return the class scores of images, shape (B, K);
     raise TypeError if the model returns anything else.
     """
-    output = model(images)
+    return check_scores(model(images), len(images))
+
+
+def check_scores(output: Any, images: int) -> Tensor:
+    """Return the class scores in a model's output for a number of images, shape (B, K);
+    raise TypeError if there are none.
+    """
     scores = scores_of(output)
-    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
+    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != images:
         got = (
             f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         )
         path = ("" if scores is output else ".logits") + _path_to_scores(scores)
         raise TypeError(
-            f"expected the model to give a score for each class, shape ({len(images)}, K), got "
+            f"expected the model to give a score for each class, shape ({images}, K), got "
             f"{got}; pass Scores(model) instead, a wrapper that chooses the "
             f"scores:\n{_WRAPPER}{path}"
         )

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tcnn_model.outputs import check_scores, check_targets
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.hooks.modes import leaves_of
 from tcnn_probe.interventions.references import GivenImages, as_batches
@@ -58,8 +59,10 @@ def as_measure(measure: Any) -> tuple[Measure | None, Tensor | None]:
 
 
 def _cross_entropy(output: Any, target: Any) -> Tensor:
-    logits = output.to(at_least_float32(output.dtype))
-    return F.cross_entropy(logits, target.to(output.device), reduction="none")
+    scores = check_scores(output, len(target))
+    check_targets(target, scores)
+    logits = scores.to(at_least_float32(scores.dtype))
+    return F.cross_entropy(logits, target.to(scores.device), reduction="none")
 
 
 def batches_of(
@@ -77,11 +80,17 @@ def batches_of(
                 rows = slice(start + part.start, start + part.stop)
                 of_part = target
                 if classes is not None:
-                    of_part = _classes_of(classes, rows)
+                    # A copy, as classes that were made in inference mode cannot be kept for a
+                    # backward pass.
+                    of_part = classes[rows].clone()
                 elif isinstance(target, Tensor | np.ndarray | list | tuple):
                     of_part = target[part]
                 yield Batch(rows, batch[part], of_part)
             start += len(batch)
+    if classes is not None and len(classes) != start:
+        raise ValueError(
+            f"expected a class for each of the {start} images, got {len(classes)} classes"
+        )
 
 
 def _are_batches(images: Any) -> bool:
@@ -91,13 +100,6 @@ def _are_batches(images: Any) -> bool:
         and bool(images)
         and isinstance(images[0], Tensor | tuple | list)
     )
-
-
-def _classes_of(classes: Tensor, rows: slice) -> Tensor:
-    if len(classes) < rows.stop:
-        raise ValueError(f"expected a class for each image, got {len(classes)} classes")
-    # A copy, as classes that were made in inference mode cannot be kept for a backward pass.
-    return classes[rows].clone()
 
 
 def reread(images: Any) -> Any:

@@ -3,6 +3,7 @@ and exact ones against one ablation after the other.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,17 @@ class UncountedAttention(Attention):
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class LogitsOf(nn.Module):
+    """Model whose output has its scores as ``logits``, as in transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.model(x))
 
 
 def total(output: Any, target: Any) -> Tensor:
@@ -288,10 +300,17 @@ def test_forms_of_images_and_targets() -> None:
     ]
     with torch.inference_mode():
         costs.append(tcnn_probe.head_importance(model, x.clone(), classes, modes=["static"]))
+    as_in_transformers = LogitsOf(model).eval()
+    costs.append(tcnn_probe.head_importance(as_in_transformers, x, classes, modes=["static"]))
     for cost in costs[1:]:
         np.testing.assert_allclose(cost, costs[0], rtol=1e-4, atol=1e-7)
-    with pytest.raises(ValueError, match="a class for each image, got 3 classes"):
-        tcnn_probe.head_importance(model, x, [0, 1, 2], modes=["zero"])
+    for wrong, words in (
+        ([0, 1, 2], "each of the 4 images, got 3 classes"),
+        ([0, 1, 2, 3, 4], "each of the 4 images, got 5 classes"),
+        ([0, 1, 2, 5], "labels from 0 to 4.* got 5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tcnn_probe.head_importance(model, x, wrong, modes=["zero"])
     with pytest.raises(ValueError, match=r"a number for each of 4 images.*got \(\)"):
         tcnn_probe.head_costs(model, x, lambda output, _: output.sum(), modes=["zero"])
     with pytest.raises(ValueError, match="expected modes such as"):
