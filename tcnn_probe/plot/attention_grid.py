@@ -113,7 +113,10 @@ def attention_grid(
             query, grid.shape[1:] if picture is None else sizes[0], grid.shape[1:]
         )
         if {"query_y", "query_x"} <= set(maps.coords):
-            cell = int(maps.query_y[number]), int(maps.query_x[number])
+            # One cell for all layers where they share a grid, as in attention_maps.
+            places = (maps[name].values for name in ("query_y", "query_x"))
+            row, column = (np.broadcast_to(place, len(grids))[number] for place in places)
+            cell = int(row), int(column)
         panels = []
         for head in range(heads):
             row, column = divmod(head, columns)
@@ -125,13 +128,13 @@ def attention_grid(
         if "layer" in maps.coords:
             panels[0].set_ylabel(
                 wrap_name(maps.layer.values[number]),
-                fontsize=8,
+                fontsize="small",
                 rotation=0,
                 ha="right",
                 va="center",
             )
     for head, panel in lowest.items():
-        panel.set_xlabel(f"head {maps['head'].values[head]}", fontsize=8)
+        panel.set_xlabel(f"head {maps['head'].values[head]}", fontsize="small")
     if picture is not None:
         _draw_picture(
             canvas.add_subplot(gridspec[:image_panels, :image_panels]),
@@ -139,9 +142,10 @@ def attention_grid(
             query,
             grids[0].shape[1:],
         )
-    canvas.supxlabel(_CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True)
+    caption = _CAPTION + ("" if gate is None else _GATE_CAPTION)
+    canvas.supxlabel(caption, fontsize="small", wrap=True)
     subject = "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
-    canvas.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
+    canvas.suptitle(f"attention {subject}" if title is None else title, fontsize="medium")
     finish_grid(canvas, next(iter(lowest.values())))
     return canvas
 
@@ -171,7 +175,7 @@ def _draw_heads(
         if cell is not None:
             draw_box(panel, *cell, 1, 1)
         if np.isfinite(gates[head]):
-            panel.set_title(f"{gates[head]:.2f}", color=RED, fontsize=8, pad=3)
+            panel.set_title(f"{gates[head]:.2f}", color=RED, fontsize="small", pad=3)
 
 
 def _draw_picture(
@@ -182,7 +186,7 @@ def _draw_picture(
 ) -> None:
     """Draw the image, and in it the query's cell in the first layer's grid."""
     draw_image(axes, image)
-    axes.set_xlabel("image", fontsize=8)
+    axes.set_xlabel("image", fontsize="small")
     if query is not None:
         height, width = image.shape[1] / grid[0], image.shape[2] / grid[1]
         row, column = _cell(query, image.shape[1:], grid)

@@ -104,7 +104,7 @@ def attention_maps(
         panels.append(canvas.add_subplot(gridspec[:image_panels, :image_panels]))
         draw_image(panels[0], picture)
         _draw_query(panels[0], rows[0])
-        panels[0].set_xlabel("image", fontsize=8)
+        panels[0].set_xlabel("image", fontsize="small")
     largest = max(float(row.max()) for row in rows) if scale == "common" else None
     titles: dict[int, int] = {}  # the head of the nearest panel above, by column
     top = 0
@@ -120,21 +120,21 @@ def attention_maps(
             _draw_map(panel, row[number], size, largest, opaque=not show_image)
             _draw_query(panel, row)
             if titles.get(column) != head:
-                panel.set_title(f"head {head}", fontsize=7, pad=2)
+                panel.set_title(f"head {head}", fontsize="x-small", pad=2)
             titles[column] = head
             if number == 0:
                 name = wrap_name(row.layer.item())
-                panel.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+                panel.set_ylabel(name, fontsize="x-small", rotation=0, ha="right", va="center")
         top += math.ceil(row.sizes["head"] / columns)
     subject = f"from pixel (y, x) = {query}"
     if not isinstance(query, tuple):
         subject = "of the class token" if query == "class" else f"of query {query}"
-    canvas.suptitle(f"attention {subject}", fontsize=10, wrap=True)
+    canvas.suptitle(f"attention {subject}", fontsize="medium", wrap=True)
     limits = "each map from 0 to its own largest value"
     if largest is not None:
         limits = f"all maps from 0 to {largest:.2g}"
     shown = "opacity and colour" if show_image else "colour"
-    canvas.supxlabel(f"{shown}: {limits}", fontsize=8, wrap=True)
+    canvas.supxlabel(f"{shown}: {limits}", fontsize="small", wrap=True)
     finish_grid(canvas, panels[0])
     return canvas
 

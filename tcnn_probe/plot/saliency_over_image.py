@@ -133,5 +133,5 @@ def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
         draw_image(panel, image)
     finish_grid(figure, panels[0, 0])
     for panel, name in zip(panels[0], ["image", *methods], strict=True):
-        panel.set_title(name.replace("_", " "), fontsize=9)
+        panel.set_title(name.replace("_", " "), fontsize="small")
     return np.asarray(panels)

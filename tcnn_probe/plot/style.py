@@ -379,10 +379,12 @@ def draw_map(
 
 def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> None:
     """Draw a red box, with a white edge against red images; y and x are its upper left corner."""
+    from matplotlib import rcParams
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    edge = [withStroke(linewidth=2.5, foreground="w")]
+    line = rcParams["lines.linewidth"]
+    edge = [withStroke(linewidth=line + 1, foreground="w")]
     axes.add_patch(
         Rectangle(
             (x, y),
@@ -390,7 +392,7 @@ def draw_box(axes: "Axes", y: float, x: float, height: float, width: float) -> N
             height,
             fill=False,
             edgecolor=RED,
-            lw=1.5,
+            lw=line,
             clip_on=False,
             path_effects=edge,
         )

@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
+from matplotlib.text import Text
 
 import tcnn_probe
 from tests.extras import need
@@ -133,6 +134,28 @@ def test_captions_fit_into_a_column(maps: xr.DataTree, show_image: bool) -> None
         figure = plt.figure(figsize=(3.3, 2.4), layout="constrained")
         tcnn_probe.plot.attention_maps(maps, show_image=show_image, figure=figure)
     texts_within_and_apart(figure)
+
+
+def test_the_grid_of_one_query_boxes_its_cell(maps: xr.DataTree) -> None:
+    of_query = maps["3x4x6"].dataset.attention.isel(image=0, query=1)
+    for heads in (of_query, of_query.isel(layer=1)):
+        figure = tcnn_probe.plot.attention_grid(heads, query=(0, 0))
+        assert boxes(figure) == {(5, 1, 1, 1)}  # of pixel (9, 47)
+
+
+def test_sizes_follow_the_settings_of_matplotlib(maps: xr.DataTree) -> None:
+    heads = maps["3x4x6"].dataset.attention.isel(image=0, query=1)
+    saliency = maps["3x4x6"].dataset.class_attention.isel(layer=0, head=0)
+    with plt.rc_context({"font.size": 5, "lines.linewidth": 0.5}):
+        figures = [
+            tcnn_probe.plot.attention_maps(maps),
+            tcnn_probe.plot.attention_grid(heads, query=(1, 2)),
+            tcnn_probe.plot.saliency_overlay(saliency, torch.randn(2, 3, 4, 6))[0, 0].figure,
+        ]
+    for figure in figures:
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        assert max(text.get_fontsize() for text in texts) <= 5
+        assert {box.get_linewidth() for axes in figure.axes for box in axes.patches} <= {0.5}
 
 
 def test_maps_without_the_image(maps: xr.DataTree) -> None:
