@@ -140,12 +140,18 @@ def attention_maps(
 
 
 def check_maps(maps: object) -> None:
-    """Raise TypeError if these are no maps of attention, ValueError if they have frames."""
+    """Raise TypeError if these are no maps of attention,
+    ValueError if they have no axis of images, or frames.
+    """
     expected = "expected the xarray.DataTree of tcnn_probe.attention_maps"
     if not isinstance(maps, xr.DataTree):
         raise TypeError(f"{expected}, got {type(maps).__name__}")
     if "input" not in maps:
         raise TypeError(f"{expected} as a whole, with its input; got a part of it, or another tree")
+    if "image" not in maps.dataset["input"].dims:
+        raise ValueError(
+            "expected maps with the dimension image: choose an image as maps.isel(image=[0])"
+        )
     dims = {dim for node in maps.subtree for dim in node.dims}
     frames = sorted({"input_frame", "query_frame", "frame"} & dims)
     if frames:

@@ -269,6 +269,17 @@ def test_bad_arguments_are_refused(
         tcnn_probe.plot.attention_maps(maps, **options)  # type: ignore[arg-type]
 
 
+def test_a_chosen_image_keeps_its_dimension(maps: xr.DataTree) -> None:
+    expected, chosen = (
+        drawn(tcnn_probe.plot.attention_maps(tree, image=image, query=(9, 47)))
+        for tree, image in ((maps, 1), (maps.isel(image=[1]), 0))
+    )
+    np.testing.assert_array_equal(chosen, expected)
+    for function in (tcnn_probe.plot.attention_maps, tcnn_probe.explore):
+        with pytest.raises(ValueError, match=r"maps.isel\(image=\[0\]\)"):
+            function(maps.isel(image=1))
+
+
 def test_another_tree_is_refused(maps: xr.DataTree) -> None:
     node = next(iter(maps.children.values()))
     with pytest.raises(TypeError, match="as a whole, with its input; got a part of it"):
