@@ -419,7 +419,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "number of images to train on, and as many to validate on (default: all)",
             # Fewer would not fill a batch.
             from_least(64),
-            small=192,
+            small=128,
         ),
         Option("--seeds", "trainings of each kind, from --seed on", from_least(1), 3, small=1),
         device_option(),

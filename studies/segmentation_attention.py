@@ -340,7 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--limit",
             "number of digits to use, a quarter of them for validation (default: all)",
             from_least(40),
-            small=160,
+            small=80,
         ),
         SEED_OPTION,
         small_option("1 seed, few digits and epochs"),

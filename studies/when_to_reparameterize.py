@@ -232,7 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--limit",
             "number of training images, and as many to validate on (default: all)",
             from_least(4),
-            small=120,
+            small=64,
             data=None,
         ),
     ]

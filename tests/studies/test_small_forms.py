@@ -203,7 +203,7 @@ def test_coarse_labels_are_tested_on_the_validation_images(
     weights = torch.load(out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True)[
         "state_dict"
     ]
-    images, digits = coarse_labels.pictures("validation", 192)
+    images, digits = coarse_labels.pictures("validation", 128)
     with torch.no_grad():
         named = coarse_labels.loaded(coarse_labels.network(), weights)(images).argmax(1).numpy()
     top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
