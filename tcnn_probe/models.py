@@ -353,5 +353,5 @@ def _in_notebook() -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Return the first line of an error's message, or its type; without the colon before code."""
+    return next(iter(str(error).splitlines()), type(error).__name__).removesuffix(":")
