@@ -401,7 +401,8 @@ def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -
     # (B, entropies and images of the windows, heads)
     rows = torch.cat([entropy.where(is_counted, 0), is_counted], 1)
     total, rows = (values.sum(0, dtype=dtype) for values in (weights, rows))
-    return Pattern(total.transpose(0, 1)[None], rows.mT[None], len(weights))
+    reason = attention.layout.reason
+    return Pattern(total.transpose(0, 1)[None], rows.mT[None], len(weights), reason=reason)
 
 
 @lru_cache(maxsize=64)

@@ -28,6 +28,7 @@ from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import find_layout
 from tcnn_probe.attention.token_order import (
     LOST_IMAGES,
+    OTHER_TOKENS,
     PlaceTracker,
     View,
     are_words,
@@ -225,6 +226,8 @@ class TokenFinder:
                 _objection(of_queries, layout.queries, orders[0]),
                 _objection(of_keys, layout.keys, orders[1]),
             )
+            if self._places.differ:
+                facts.objections = OTHER_TOKENS, OTHER_TOKENS
         to_queries, to_keys = facts.objections
         if not to_queries and not to_keys:
             return layout

@@ -53,6 +53,7 @@ from tcnn_probe.images import channel_axis
 
 __all__ = [
     "LOST_IMAGES",
+    "OTHER_TOKENS",
     "PlaceTracker",
     "View",
     "are_words",
@@ -65,6 +66,8 @@ __all__ = [
 # pixel.
 _LEAST_STEP = -0.5
 LOST_IMAGES = "which images of the batch reach this layer could not be followed"
+# A masked autoencoder keeps other patches of each image, so that the same index means another one.
+OTHER_TOKENS = "images have different patches at the same places in the sequence"
 # Means of equal numbers differ from them by rounding; random numbers of rows are further apart.
 _ROUNDING = 1e-9
 
@@ -169,6 +172,7 @@ class PlaceTracker(TorchFunctionMode):
             error; "" if none.
         queries, keys: Places of the queries and keys of the attention that torch is computing,
             shapes (N_query,) and (N_key,), for the first image and head; None if these are unknown.
+        differ: Whether they have other places in other rows of the batch.
         are_channels: Whether these queries and keys are channels, whose products are sums over
             tokens.
         hidden: Where a mask hides keys in the logits of the softmax that torch is computing, in
@@ -199,7 +203,7 @@ class PlaceTracker(TorchFunctionMode):
         self.failure = ""
         self.queries: Places = None
         self.keys: Places = None
-        self.are_channels = False
+        self.differ = self.are_channels = False
         self.hidden: Tensor | None = None
         self._masks = AddedMasks()
         self._rows: Places = None
@@ -374,7 +378,7 @@ class PlaceTracker(TorchFunctionMode):
     ) -> None:
         """Find the places of queries and keys before torch computes attention."""
         self.queries = self.keys = self._rows = self.hidden = None
-        self.are_channels = False
+        self.differ = self.are_channels = False
         name = function_name(func)
         if name != "softmax" and name not in ATTENTION_FUNCTIONS and not is_kernel(func):
             return
@@ -389,6 +393,7 @@ class PlaceTracker(TorchFunctionMode):
                 self.are_channels = not _are_of_views(self._rows)
                 return
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
+            self.differ = _differ(queries) or _differ(keys)
 
     @never_compiled
     @unseen
@@ -428,6 +433,18 @@ def _first_by_position(
         return args, kwargs
     others = {name: value for name, value in kwargs.items() if name not in names}
     return tuple(kwargs[name] for name in names), others
+
+
+def _differ(places: Places) -> bool:
+    """Return whether some of the tokens (B, ..., N, d) have other places in other rows,
+    apart from mask tokens and unknown ones.
+    """
+    if places is None or places.ndim < 3:
+        return False
+    rows = unexpanded(places)
+    least = rows.nan_to_num(torch.inf).amin(0)
+    most = rows.nan_to_num(-torch.inf, posinf=-torch.inf).amax(0)
+    return bool((most - least > _ROUNDING).any())
 
 
 def _are_of_views(numbers: Places) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern, Sums
 from tcnn_probe.attention.sampled_queries import QUERIES
+from tcnn_probe.attention.token_order import OTHER_TOKENS
 from tcnn_probe.heads.anatomy import (
     Convolution,
     nearest_convolution,
@@ -160,6 +161,8 @@ Statistics = Mapping[str, np.ndarray | str]
 
 def finish_information(name: str, pattern: Pattern) -> Statistics:
     """Return the content information of a pattern."""
+    if pattern.reason == OTHER_TOKENS:
+        return {name: OTHER_TOKENS}
     sums = pattern.sums()
     if not (sums.images > 1).any():
         return {name: _ONE_IMAGE}
@@ -231,6 +234,8 @@ class _Means:
     @classmethod
     def of(cls, pattern: Pattern) -> "_Means | str":
         """Return the means, or the reason why images cannot be compared."""
+        if pattern.reason == OTHER_TOKENS:
+            return OTHER_TOKENS
         sums = pattern.sums()
         counted = sums.images.max(0) > 0
         if not counted.any():

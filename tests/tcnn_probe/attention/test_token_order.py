@@ -37,6 +37,7 @@ ORDERS = {
     "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
 NOT_IN_ORDER = "the tokens are not in the order of the image's rows"
+OTHER_TOKENS = "images have different patches at the same places in the sequence"
 NO_IMAGE = "the tokens come from parameters, not from the image"
 
 
@@ -278,12 +279,59 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     # The order is drawn anew in each forward, and the result of the first one must hold for the
     # second.
     recorder = recorded(model, *torch.randn(2, 2, 3, 40, 40))
-    assert recorder.missing["attention_distance"] == dict.fromkeys(encoder, NOT_IN_ORDER)
+    for name in ("attention_distance", "content_information"):
+        assert recorder.missing[name] == dict.fromkeys(encoder, OTHER_TOKENS)
     dataset = recorder.dataset.isel(epoch=0)
     assert dataset.entropy.sel(layer=encoder).notnull().all()
     assert dataset.attention_distance.sel(layer=encoder).isnull().all()
     decoding = "decoder.decoder_layers.0.attention"
     assert dataset.attention_distance.sel(layer=decoding).notnull().all()
+    assert dataset.content_information.sel(layer=decoding).notnull().all()
+
+
+class Masked(Ordered):
+    """Model that keeps some patches of each image, and sees nothing but their positions."""
+
+    def __init__(self, kept: Tensor, select: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(RASTER)
+        self.positions = nn.Parameter(4 * torch.randn(ROWS * COLUMNS, 12))
+        self.kept, self.select = kept, select
+
+    def arrange(self, x: Tensor) -> Tensor:
+        return self.select(0 * x.flatten(2).mT + self.positions, self.kept)
+
+
+def by_boolean(x: Tensor, kept: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool).scatter(1, kept, True)
+    return x[mask].unflatten(0, kept.shape)
+
+
+@pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x, kept: x.gather(1, kept[..., None].expand(-1, -1, 12)),
+        lambda x, kept: x[torch.arange(len(x))[:, None], kept],
+        by_boolean,
+    ],
+    ids=["gathered", "by index", "by mask"],
+)
+def test_images_with_other_patches_are_not_compared(
+    select: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Attention by position depends on which patches an image keeps, but not on its content."""
+    torch.manual_seed(0)
+    images = torch.randn(5, *IMAGES[1:])
+    kept = torch.rand(5, ROWS * COLUMNS).argsort(1)[:, :11]
+    same = recorded(Masked(kept[:1].expand(5, -1), select).eval(), images)
+    assert abs(same.dataset.content_information).max() < 1e-5
+    # The first forward shows that the patches differ, and this must hold for the second.
+    other = recorded(Masked(kept, select).eval(), images, images)
+    layers = ("blocks.0", "blocks.1")
+    for name in ("content_information", "selectivity", "key_content_information"):
+        assert other.missing[name] == dict.fromkeys(layers, OTHER_TOKENS)
+    assert other.dataset.entropy.notnull().all()
+    assert (tcnn_probe.head_types(other.dataset) == "").all()
 
 
 @pytest.mark.parametrize(
