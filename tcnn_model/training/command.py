@@ -151,7 +151,7 @@ def _say_rates(folder: RunFolder, model: nn.Module, images: int) -> None:
         advice.append(f"--accumulate {accumulate} makes steps of {step} images{images_allow}")
     say(
         f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x "
-        f"{count} count), {config.paper_batch} in the paper: rates are scaled by "
+        f"{count} processes), {config.paper_batch} in the paper: rates are scaled by "
         f"{batch / config.paper_batch:.3g}, except that of the gates; {'; '.join(advice)}",
         folder.processes,
     )

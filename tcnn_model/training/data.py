@@ -40,19 +40,25 @@ def create_transforms(config: Config, model_data: dict[str, Any]) -> tuple[Trans
         config: Settings of the run.
         model_data: Data configuration of the model from ``resolve_model_data_config``, with the
             run's image size.
+
+    Raises:
+        ValueError: timm knows no such policy of augmentation.
     """
     from timm.data import create_transform
 
     shared = {name: model_data[name] for name in ("input_size", "mean", "std", "interpolation")}
-    train = create_transform(
-        **shared,
-        is_training=True,
-        hflip=config.hflip,
-        auto_augment=config.auto_augment,
-        color_jitter=config.color_jitter,
-        re_prob=config.random_erasing,
-        re_mode="pixel",  # DeiT's erased rectangles are noise, not grey
-    )
+    try:
+        train = create_transform(
+            **shared,
+            is_training=True,
+            hflip=config.hflip,
+            auto_augment=config.auto_augment,
+            color_jitter=config.color_jitter,
+            re_prob=config.random_erasing,
+            re_mode="pixel",  # DeiT's erased rectangles are noise, not grey
+        )
+    except AssertionError as error:  # timm checks policies with assert
+        raise ValueError(f"auto_augment: {error}") from error
     if config.crop == "simple":
         size = shared["input_size"][-1]
         resize = transforms.Resize(size, transforms.InterpolationMode(shared["interpolation"]))

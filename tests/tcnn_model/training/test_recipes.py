@@ -380,7 +380,9 @@ def test_recipe_trains_a_small_model_of_its_family(
     assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2"]
     # Epoch 0 has no training loss, but the last line is complete.
     assert "nan" not in lines[-1]
-    assert "rates are scaled" in capfd.readouterr().err
+    messages = capfd.readouterr().err
+    assert "x 1 processes)" in messages
+    assert "rates are scaled" in messages
 
 
 def _tiny_teacher() -> Any:
@@ -635,6 +637,8 @@ def test_files_may_not_name_weights_of_unknown_kind(
             ["resnet18", "--crop", "square"],
             "crop: expected one of rrc, simple, got 'square'",
         ),
+        (["resnet18", "--auto-augment", "foo"], "auto_augment: Unknown AA policy foo"),
+        (["resnet18", "--auto-augment", "rand-x9"], "auto_augment: Unknown RandAugment"),
         (["resnet18", "--freeze", "nothing"], "no parameters match 'nothing'"),
         (["resnet18", "--resume"], "there is no run in"),
         (
