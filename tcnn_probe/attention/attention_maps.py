@@ -340,10 +340,7 @@ def _dataset(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> xr.D
         absent = torch.full((len(heads),), torch.nan, dtype=torch.float64)
         values = torch.stack([absent if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
-    rows, columns = first.keys[-2:]
-    for dim, (start, spacing), count in zip(
-        "yx", selection.fields.places((rows, columns)), (rows, columns), strict=True
-    ):
+    for dim, (start, spacing), count in zip("yx", first.places, first.keys[-2:], strict=True):
         coords[f"pixel_{dim}"] = (
             dim,
             start + spacing * np.arange(count),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.listener import AttentionListener
-from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.attention.receptive_fields import Centres, ReceptiveFields
 from tcnn_probe.models import module_name
 
 __all__ = ["NO_CLASS_TOKEN", "LayerMaps", "MapKeeper", "MapSelection"]
@@ -102,6 +102,7 @@ class LayerMaps:
         heads: Number of heads of the layer, selected or not.
         keys, queries: Grids over the image or video; ``queries`` is None if the queries have no
             grid.
+        places: Centres of rows and columns of the keys in the image.
         arrays: Maps by variable, shape (B, heads, ..., *keys).
         gate: Gates of the selected heads, shape (heads,); None if there are no gates.
     """
@@ -110,6 +111,7 @@ class LayerMaps:
     heads: int
     keys: Grid
     queries: Grid | None
+    places: tuple[Centres, Centres]
     arrays: dict[str, Tensor]
     gate: Tensor | None = None
 
@@ -197,7 +199,12 @@ class MapKeeper(AttentionListener):
         gate = attention.gate
         if gate is not None:
             gate = self._selection.select_heads(gate[None])[0].double().cpu()
-        self._shown.append(LayerMaps(attention.name, attention.heads, keys, queries, arrays, gate))
+        # Later stages may have maps of this size whose cells lie elsewhere, as in SegFormer, which
+        # pools the keys of all stages to the grid of the last one.
+        places = self._selection.fields.places((keys[-2], keys[-1]))
+        self._shown.append(
+            LayerMaps(attention.name, attention.heads, keys, queries, places, arrays, gate)
+        )
 
     def ends(self, layers: Collection[str], output: Any) -> None:
         """Keep the maps of softmaxes that turned out to be attention."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tcnn_probe
 from tcnn_probe.attention.listener import AttentionListener
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
@@ -93,6 +94,20 @@ def test_cells_lie_at_the_centre_of_what_they_see(name: str, mode: type) -> None
             known = ~torch.tensor(middles).isnan()
             assert known.sum() > 1
             assert places[known].tolist() == torch.tensor(middles)[known].tolist()
+
+
+def test_keys_that_are_pooled_to_the_grid_of_a_later_stage() -> None:
+    """PVT has a stride of 4, 8, 16 and 32, and pools the keys of each stage to the last grid."""
+    model = timm.create_model("pvt_v2_b0", depths=(1,) * 4).eval()
+    maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, 96, 160), queries=[(40, 70)])
+    starts = {
+        layer: node.pixel_y.values[0]
+        for node in maps.children.values()
+        for layer in node.layer.values
+    }
+    # A stage has its cells at multiples of its stride s, and a key is the mean of 32 / s of them.
+    expected = [(32 - stride) / 2 for stride in (4, 8, 16, 32)]
+    assert starts == {f"stages.{n}.blocks.0.attn": at for n, at in enumerate(expected)}
 
 
 def test_a_map_without_convolutions_divides_the_image_evenly() -> None:
