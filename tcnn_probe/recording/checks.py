@@ -274,6 +274,11 @@ def _notes(collector: Collector) -> list[str]:
             f"the parts {_shorten(compiled)} are compiled, and are seen only in calls of the "
             "model: compile them as model.part = torch.compile(model.part)"
         )
+    if replaced := collector.replaced:
+        notes.append(
+            f"other modules took the places of {_shorten(replaced)} since record() was called: call "
+            "it again"
+        )
     if collector.stream.unsupported:
         notes.append(f"layers that look like attention: {collector.stream.unsupported}")
     if collector.missing:

@@ -68,7 +68,7 @@ class Collector(AttentionListener):
         self.sampling = sampling
         self.attention_probes = [probe for probe in probes if probe.attention is not None]
         self._is_detailed = any(probe.detailed for probe in self.attention_probes)
-        self.names = layer_names(model)
+        self._model, self.names = model, layer_names(model)
         self.model_class = type(unwrap(model)).__name__
         self._positions = {name: place for place, name in enumerate(self.names.values())}
         self._layers: dict[Key, MeasuredLayer] = {}
@@ -340,6 +340,12 @@ class Collector(AttentionListener):
             modules = {name: module for module, name in self.names.items()}
             self._layer(layer, modules[module_name(layer)], probe)
 
+    @property
+    def replaced(self) -> list[str]:
+        """Names of modules that the model no longer has, because others took their places."""
+        modules = {*self._model.modules()}
+        return [name for module, name in self.names.items() if module not in modules]
+
     def _all(self) -> list[MeasuredLayer]:
         # This is a copy, as a forward in another thread may add layers during an iteration.
         return list(self._layers.values())
@@ -351,10 +357,12 @@ class Collector(AttentionListener):
 
     def note_absence(self, layer: str, variables: Iterable[str], mark: str) -> None:
         """Note that no image had reached a layer at a mark, unless there is another reason."""
+        is_replaced = module_name(layer) in self.replaced
+        advice = "; another module took its place: call record() again" if is_replaced else ""
         for variable in variables:
             reasons = self._missing.setdefault(variable, {})
             if reasons.get(layer, UNREACHED).startswith(UNREACHED):
-                reasons[layer] = f"{UNREACHED} {mark}"
+                reasons[layer] = f"{UNREACHED} {mark}{advice}"
 
     def _ignores_gradients(self) -> bool:
         return self.forwards.pauses > 0 or hidden_depth() > self._depth

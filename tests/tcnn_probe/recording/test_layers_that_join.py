@@ -90,6 +90,22 @@ def test_layers_that_did_not_run_are_nan_with_the_reason(place: str, tmp_path: P
         }
 
 
+def test_layers_that_were_replaced_are_named() -> None:
+    model = vit()
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        model(images())
+        recorder.mark(epoch=0)
+        model.blocks[1].attn = vit(seed=1).blocks[1].attn
+        model(images())
+        recorder.mark(epoch=1)
+        [reason] = recorder.missing["entropy"].values()
+        assert "another module took its place: call record() again" in reason
+        model.blocks[0].attn = vit(seed=1).blocks[0].attn
+        model(images())
+        with pytest.raises(RuntimeError, match="other modules took the places"):
+            recorder.mark(epoch=2)
+
+
 def test_a_mark_without_any_layer_or_of_other_numbers_is_refused(tmp_path: Path) -> None:
     model = Skipping()
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
