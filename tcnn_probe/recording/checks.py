@@ -276,8 +276,8 @@ def _notes(collector: Collector) -> list[str]:
         )
     if replaced := collector.replaced:
         notes.append(
-            f"other modules took the places of {_shorten(replaced)} since record() was called: call "
-            "it again"
+            f"other modules took the places of {_shorten(replaced)} since record() was called: "
+            "call it again"
         )
     if collector.stream.unsupported:
         notes.append(f"layers that look like attention: {collector.stream.unsupported}")
