@@ -112,9 +112,14 @@ class Collector(AttentionListener):
         """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
         # Sorted, because layers note them in the order of measuring; this is also a copy, as a
         # forward in another thread may add reasons meanwhile.
-        return {
-            variable: self.in_order(self._missing[variable]) for variable in sorted(self._missing)
-        }
+        # Whether a softmax is attention is known only after its grid was looked for.
+        ignored = self.stream.unsupported.keys() - {layer for layer, _ in [*self._layers]}
+        missing = {}
+        for variable, reasons in sorted(self._missing.items()):
+            kept = {layer: reason for layer, reason in reasons.items() if layer not in ignored}
+            if kept:
+                missing[variable] = self.in_order(kept)
+        return missing
 
     def in_order(self, by_layer: Mapping[str, T]) -> dict[str, T]:
         """Return a table of layers in the model's order."""

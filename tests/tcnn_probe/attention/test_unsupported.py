@@ -198,6 +198,8 @@ def test_a_softmax_that_weighs_no_values_is_ignored(gate: str) -> None:
         # Only the last one is a weighted sum of values, and therefore attention.
         assert recorder.layers == layers
         assert layers or "not multiplied with values" in recorder.unsupported["2"]
+        # A layer that is not recorded lacks no variables, either.
+        assert {layer for reasons in recorder.missing.values() for layer in reasons} == {*layers}
 
 
 class Attention(nn.Module):
