@@ -58,6 +58,10 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinLayer": LayerRecord(
         windows=_swin
     ),
+    # The block itself cuts its map into windows of every n-th pixel.
+    "transformers.models.mobilevit.modeling_mobilevit.MobileViTLayer": LayerRecord(
+        spread_evenly=True
+    ),
     "transformers.models.sam.modeling_sam.SamVisionLayer": LayerRecord(windows=_sam),
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(windows=_sam),
     "transformers.models.sam3.modeling_sam3.Sam3ViTLayer": LayerRecord(windows=_sam),

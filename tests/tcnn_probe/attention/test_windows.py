@@ -13,6 +13,7 @@ from timm.models.twins import Twins
 from timm.models.volo import VOLO
 from torch import nn
 
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import (
     Family,
@@ -100,6 +101,20 @@ def mobilevit() -> Family:
         # The attention is nearly uniform even with large weights, so that the limit is higher.
         flattest=0.97,
     )
+
+
+def mobilevit_of_transformers() -> Family:
+    def make() -> nn.Module:
+        transformers = need("transformers")
+        widths = {"hidden_sizes": [12, 16, 20], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 12]}
+        config = transformers.MobileViTConfig(
+            **widths, initializer_range=0.3, attn_implementation="eager"
+        )
+        return transformers.MobileViTModel(config)
+
+    shapes = {"encoder.layer.2*": (4, 6), "encoder.layer.3*": (2, 3), "encoder.layer.4*": (1, 2)}
+    layouts = {glob: same(grid(*shape)) for glob, shape in shapes.items()}
+    return Family("mobilevit of transformers", make, (64, 96), layouts, 2.5, 0.97)
 
 
 def gcvit() -> Family:
@@ -190,6 +205,7 @@ def tnt() -> Family:
 
 # test_maps.py has the windows of further families.
 FAMILIES = [family() for family in (swin, twins, halo, mobilevit, gcvit, nest, volo, tnt)]
+FAMILIES.append(mobilevit_of_transformers())
 
 
 @pytest.mark.study(but=["swin", "twins", "halo", "tnt"])
