@@ -44,6 +44,7 @@ TESTS = Path(__file__).parent
 
 
 MARKS = "study", "document", "browser"  # of tests outside the core
+CORE = f"not ({' or '.join(MARKS)})"
 EXPERIMENTS = {
     f"test_{name}.py"
     for name in (
@@ -74,12 +75,15 @@ def mark_of(path: Path) -> str | None:
     return None
 
 
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Return one worker more than cores, because some tests wait, for the disk or a process."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Return one worker more than cores, because experiments wait for the disk or a process;
+    without them, as many as cores.
+    """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     is_linux = hasattr(os, "sched_getaffinity")
-    return 1 + (len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return cores + (config.option.markexpr != CORE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
