@@ -42,6 +42,7 @@ warnings.simplefilter("error")
 # Public names, modules and commands say what they need.
 NAMING = """
 from importlib import import_module
+from importlib.util import find_spec
 import tcnn_model
 from tcnn_probe import evaluation, heads
 from tcnn_probe.command_line import main
@@ -56,7 +57,7 @@ for name, (use, *arguments) in uses.items():
         use(*arguments)
     except ModuleNotFoundError as error:
         module = error.name.partition(".")[0]
-        assert module in absent, error
+        assert find_spec(module) is None, error
         assert str(error) == f"{name} needs {module}: pip install {module}", error
         needing.append(name)
 for command in ("look", "maps"):
