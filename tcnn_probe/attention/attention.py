@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.patterns import entropy_of
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.visibility import Visibility
@@ -340,6 +341,13 @@ class Attention(ABC):
         """
         shape = self.images, self.windows
         return torch.full(shape, self.keys, device=self.device)
+
+    def query_row(self, query: int) -> tuple[Tensor, Tensor]:
+        """Return the attention of one query, shape (B, windows, heads, N_key), and its entropy in
+        nats, shape (B, windows, heads).
+        """
+        row = self.weights(slice(query, query + 1))[:, :, :, 0]
+        return row, entropy_of(row)
 
     def own_key(self, query: int) -> int | None:
         """Return the index among the keys of a class

@@ -129,6 +129,16 @@ class SoftmaxAttention(Attention):
         hidden = self.logits.hidden(torch.arange(self.rows), queries)
         return self.by_image(hidden.logical_not()[:, 0].sum(-1))
 
+    def query_row(self, query: int) -> tuple[Tensor, Tensor]:
+        """Return the attention of one query and its entropy, see :class:`Attention`; for class and
+        distillation tokens from the statistics, if these have been measured.
+        """
+        measured: SoftmaxMeasurements | None = self.shared.get(self._measurements_key)
+        if measured is None or query not in measured.by_query.of_tokens:
+            return super().query_row(query)
+        rows = measured.by_query
+        return self.by_image(rows.of_tokens[query]), self.by_image(rows.entropy[:, :, query])
+
     def statistics(self) -> dict[str, Any]:
         """Return entropies, distances, their values for uniform attention,
         and sums for content information.
@@ -223,12 +233,16 @@ class SoftmaxAttention(Attention):
 
     def _measurements(self) -> SoftmaxMeasurements:
         """Measure once for all listeners with the same limit of images and the same details."""
-        # Measurements depend on the limit and on details, so listeners that differ in them cannot
-        # share these.
-        key = "measurements", self.limit, self.detailed
+        key = self._measurements_key
         if key not in self.shared:
             self.shared[key] = measure_softmax(self)
         return self.shared[key]
+
+    @property
+    def _measurements_key(self) -> Hashable:
+        # Measurements depend on the limit and on details, so listeners that differ in them cannot
+        # share these.
+        return "measurements", self.limit, self.detailed
 
     @property
     def queries_at_once(self) -> int:

@@ -1,8 +1,8 @@
 """Statistics of softmax attention in one pass, by the kernel on a GPU or by blocks of queries."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ class SoftmaxRows:
         frame_distance: Mean distance over the frames of a video, in frames; None for images.
         received: sum_i A_ij over the queries, shape (rows, heads, N_key); None unless the attention
             is ``detailed``.
+        of_tokens: A of the class and the distillation token, shape (rows, heads, N_key) each, by
+            their index among the queries; empty if they were not kept.
         find_first: Function that returns the sum of A_j over the first ``count`` keys; None if
             there are no tokens before the grid.
     """
@@ -53,6 +55,7 @@ class SoftmaxRows:
     distance: Tensor | None
     frame_distance: Tensor | None
     received: Tensor | None
+    of_tokens: Mapping[int, Tensor] = field(default_factory=dict)
     find_first: Callable[[int], Tensor] | None = None
 
 
@@ -230,7 +233,13 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
     if prefix_logits is None:
         entropy = grid.zero_if_empty(grid.entropy)
         return SoftmaxRows(
-            entropy, grid.top, None, grid.distance, grid.frame_distance, grid.received
+            entropy,
+            grid.top,
+            None,
+            grid.distance,
+            grid.frame_distance,
+            grid.received,
+            grid.of_tokens,
         )
     entropy, to_prefix = _with_prefix(grid, prefix_logits)
     counted = to_prefix
@@ -238,8 +247,11 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
         is_counted = attention.visibility.queries.flatten(0, 1)[:, None, :, None]
         counted = to_prefix.where(is_counted, 0)
     patterns.add_prefix(counted)
+    before_grid = slice(to_prefix.shape[-1])
     if grid.received is not None:
-        grid.received[..., : to_prefix.shape[-1]] = counted.sum(-2)
+        grid.received[..., before_grid] = counted.sum(-2)
+    for query, row in grid.of_tokens.items():
+        row[..., before_grid] = to_prefix[:, :, query]
     # The lambda does not refer to the attention, which keeps these rows: a cycle would keep
     # activations alive.
     return SoftmaxRows(
@@ -249,6 +261,7 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
         distance=grid.distance,
         frame_distance=grid.frame_distance,
         received=grid.received,
+        of_tokens=grid.of_tokens,
         find_first=lambda count: to_prefix[..., :count].sum(-1),
     )
 
@@ -271,6 +284,7 @@ class _GridRows:
         empty: Whether a mask hides all of these keys; None without a mask.
         received: sum_i A_ij with A normalised over all keys, shape (rows, heads, N_key), 0 for
             class and register tokens; None unless the attention is ``detailed``.
+        of_tokens: Rows of A as in :class:`SoftmaxRows`, without class and register tokens.
     """
 
     top: Tensor
@@ -280,6 +294,7 @@ class _GridRows:
     frame_distance: Tensor | None
     empty: Tensor | None
     received: Tensor | None
+    of_tokens: Mapping[int, Tensor]
 
     @property
     def entropy(self) -> Tensor:
@@ -330,6 +345,12 @@ def _rows_over_grid(
     )
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
+    tokens = (attention.class_query, attention.distillation_query)
+    of_tokens = {
+        query: logits.new_empty(*logits.shape[:2], attention.keys)
+        for query in tokens
+        if query is not None
+    }
     largest = attention.queries_at_once * attention.heads * attention.keys
     # Large buffers are given back to the system in each layer, which then clears all their pages
     # anew.
@@ -377,6 +398,10 @@ def _rows_over_grid(
             others = others[..., 0] if prefix == 1 else others.logsumexp(-1)
             grid_share = (z.log() - others).sigmoid_()
         factor = (grid_share / z).nan_to_num_()  # z is 0 if a mask hides all keys
+        for query, row in of_tokens.items():
+            if queries.start <= query < queries.stop:
+                number = query - queries.start
+                torch.mul(weights[:, :, number], factor[:, :, number, None], out=row[rows])
         if counted is not None:
             factor = factor.where(counted[rows, None, queries], 0)
         patterns.add(block, weights, factor)
@@ -393,7 +418,8 @@ def _rows_over_grid(
         if mean_distance is not None:
             mean_distance.div_(total)
     mean_logit = expected.div_(total).mul_(_LN2)
-    return _GridRows(top, lse, mean_logit, distance, frame_distance, empty, received), prefix_logits
+    grid = _GridRows(top, lse, mean_logit, distance, frame_distance, empty, received, of_tokens)
+    return grid, prefix_logits
 
 
 def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -271,11 +271,7 @@ def _probe_of_token(
         query = query_of(attention)
         if query is None:
             return {}
-        # (B, windows, heads, 1, N_key), without the axis of the single query.
-        weights = attention.weights(slice(query, query + 1))[:, :, :, 0]
-        # 0 log 0 is 0, so the logarithm has to be finite where the weight is 0.
-        smallest = torch.finfo(weights.dtype).tiny
-        row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
+        weights, row_entropy = attention.query_row(query)
         visible = attention.visible_keys(query).to(row_entropy).clamp_min(1).log()
         measured: dict[str, Tensor | Pattern] = {
             f"{name}entropy": row_entropy.mean(1),
