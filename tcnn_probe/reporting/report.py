@@ -88,12 +88,17 @@ def report(
 
 
 def output_file(path: str | os.PathLike[str], expected: str = "a page, such as page.html") -> Path:
-    """Return the path of a file to write, before what it will hold is computed;
-    ValueError for a folder.
+    """Return the path of a file to write, before what it will hold is computed.
+
+    Raises:
+        ValueError: The path is a folder.
+        FileNotFoundError: The folder of the file does not exist.
     """
     file = Path(path)
     if not file.name or file.is_dir():
         raise ValueError(f"expected the file of {expected}, got the folder {path}")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {file.parent} in which to write {file.name}")
     return file
 
 

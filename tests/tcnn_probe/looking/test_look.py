@@ -343,6 +343,9 @@ def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) 
     assert code == 2
     assert "expected the file of a page, such as page.html, got the folder" in text
     assert not (tmp_path / "empty.zarr").exists()
+    code, text = errors("resnet10t", folder, "-o", str(tmp_path / "new" / "page.html"), "--random")
+    assert code == 2
+    assert "there is no folder" in text
     code, text = errors("resnet10t", folder, "-o", page, "--random", "--limit", "2")
     assert code == 3
     assert "reparameterize" in text
