@@ -50,7 +50,6 @@ class FeatureMaps:
         self._maps: dict[tuple[int, int], None] = {}
         self._videos: dict[tuple[int, int, int], None] = {}
         self._shapes: set[tuple[int, ...]] = set()
-        self._numberings: dict[tuple[int, ...], Grid | None] = {}
         # Grids in the order of grids(), by the number of maps, which only grows, and the size of
         # the images.
         self._grids: dict[tuple[int, Grid], list[Grid]] = {}
@@ -156,10 +155,9 @@ class FeatureMaps:
             # If there are as many words as patches, it is unknown which tokens are the patches.
             if len(tokens) != 1:
                 continue
-            if positions.shape not in self._numberings:
-                # Positions are read once for each shape, as reading waits for the device.
-                self._numberings[positions.shape] = _raster(positions)
-            if grid := self._numberings[positions.shape]:
+            # They are read in each forward, because upright images have as many patches as wide
+            # ones. Reading waits for the device, so they are copied at once.
+            if grid := _raster(positions.cpu()):
                 return grid
         return None
 
@@ -336,7 +334,7 @@ def _raster(positions: Tensor) -> Grid | None:
         return None
     y, x = (numbers - numbers.min() for numbers in moving)
     height, width = int(y.max()) + 1, int(x.max()) + 1
-    places = torch.arange(len(y), device=y.device)
+    places = torch.arange(len(y), device="cpu")
     is_raster = height * width == len(y) and bool((y * width + x == places).all())
     return (height, width) if is_raster else None
 

@@ -116,13 +116,15 @@ class Pattern:
         return replace(self, attention=attention, rows=rows)
 
     def plus(self, pattern: "Pattern") -> "Pattern | None":
-        """Return the sums over the images of both patterns; None if these have different sizes.
+        """Return the sums over the images of both patterns; None if their sizes or grids differ.
 
         This pattern must not be used any more, because its sums are changed in place.
         """
         totals, added = (self.attention, self.rows), (pattern.attention, pattern.rows)
         shapes, added_shapes = ([x.shape for x in sums] for sums in (totals, added))
         if self.size != pattern.size or shapes != added_shapes:
+            return None
+        if not (_same(self.queries, pattern.queries) and _same(self.keys, pattern.keys)):
             return None
         for total, values in zip(totals, added, strict=True):
             # Images alternate between the halves, also across batches.
@@ -403,6 +405,14 @@ def pattern_of_query(attention: "Attention", weights: Tensor, entropy: Tensor) -
     total, rows = (values.sum(0, dtype=dtype) for values in (weights, rows))
     reason = attention.layout.reason
     return Pattern(total.transpose(0, 1)[None], rows.mT[None], len(weights), reason=reason)
+
+
+def _same(places: np.ndarray | None, others: np.ndarray | None) -> bool:
+    """Return whether tokens of two patterns have the same places, or none."""
+    # Layers with the same grid share the array, unless it comes from another rank.
+    if places is others or places is None or others is None:
+        return places is others
+    return np.array_equal(places, others, equal_nan=True)
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
+from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, distances, grid
 from tests.tcnn_probe.attention.checking import TOLERANCE, as_it_is, check, merged, same
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -223,6 +223,39 @@ def test_inferred_grids(case: str) -> None:
 def test_towers_of_an_image_and_a_text() -> None:
     model = sharpen(ImageAndText(), 2.2)
     check(model, (square(), WORDS), {"image.attend": PATCHES, "text.attend": NOWHERE})
+
+
+class Packed(nn.Module):
+    """Model that gets patches with their rows and columns, as FLUX and NaFlex do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attend()
+
+    def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
+        return self.attend(patches)
+
+
+def test_upright_images_have_another_grid_than_wide_ones_with_as_many_patches() -> None:
+    torch.manual_seed(0)
+    model = sharpen(Packed(), 2.2).double().eval()
+    sizes = (3, 5), (5, 3)
+    expected = []
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        for rows, columns in sizes:
+            x = torch.randn(2, 15, DIM).double()
+            positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+            model(x, positions)
+            (reference,) = attention_of(model, x, positions)
+            places = grid(rows, columns)
+            of_batch = distances(reference.weights.numpy(), places, places)
+            expected.append(of_batch.mean((0, 2)))
+        # Queries of different places are not compared.
+        with pytest.warns(RuntimeWarning, match="images of several sizes"):
+            recorder.mark(epoch=0)
+    distance = recorder.dataset.attention_distance.isel(epoch=0, layer=0)
+    np.testing.assert_allclose(distance, np.mean(expected, 0), atol=TOLERANCE)
+    assert np.isnan(recorder.dataset.content_information).all()
 
 
 def test_reasons_for_missing_statistics() -> None:
