@@ -1,6 +1,5 @@
 """Logits of a softmax, computed part by part: products of queries and keys, or a model's own."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
@@ -68,11 +67,6 @@ class Logits(ABC):
         Returns:
             Shape (rows or 1, N_query or 1, N_key).
         """
-        return None
-
-    @property
-    def in_bits(self) -> "Logits | None":
-        """These logits divided by log 2, if they take no longer to form; None with a mask."""
         return None
 
     @property
@@ -188,12 +182,6 @@ class ProductLogits(Logits):
         self._scale = scale
         self._modification = modification
         self._mask = None if mask is None else mask.expand(self.shape)
-
-    @property
-    def in_bits(self) -> "ProductLogits | None":
-        """The products with another scale, see :class:`Logits`."""
-        scale = self._scale / math.log(2)
-        return None if self.masked else ProductLogits(self._query, self._key, scale, None)
 
     @property
     def joint_form(self) -> Hashable:

@@ -26,7 +26,6 @@ LOWEST = -1e30
 # Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed
 # block by block.
 _SMALL_TABLE = 1 << 20
-_LN2 = math.log(2)
 
 
 @dataclass(frozen=True)
@@ -326,11 +325,8 @@ def _rows_over_grid(
         The sums, and the logits of the class and register tokens, shape (rows, heads, N_query,
         prefix); None if there are none.
     """
-    # Logits are in bits, because torch.exp takes twice as long as torch.exp2 (torch 2.13 on a CPU).
-    # Those with a mask are divided only when the mask's smallest finite numbers have been clamped.
-    in_bits = attention.logits.in_bits
-    logits, unit = (attention.logits, 1.0) if in_bits is None else (in_bits, _LN2)
-    layout, prefix = attention.layout, attention.layout.prefix
+    logits, layout = attention.logits, attention.layout
+    prefix = layout.prefix
     sums = logits.new_empty(4, *logits.shape[:3])
     top, total, expected, distances = sums
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
@@ -376,10 +372,10 @@ def _rows_over_grid(
         # become LOWEST.
         if logits.masked:
             m = m.masked_fill(m == -torch.inf, 0)
-            s.sub_(m[..., None]).clamp_(min=LOWEST).mul_(1 / _LN2)
+            s.sub_(m[..., None]).clamp_(min=LOWEST)
         else:
             s.sub_(m[..., None])
-        torch.exp2(s, out=weights)
+        torch.exp(s, out=weights)
         torch.sum(weights, -1, out=z)
         torch.sum(s.mul_(weights), -1, out=weighted)
         if distance is not None:
@@ -394,7 +390,7 @@ def _rows_over_grid(
             frame_distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
         grid_share: Tensor | int = 1
         if prefix_logits is not None:
-            others = (prefix_logits[at] - m[..., None]).mul_(unit)
+            others = prefix_logits[at] - m[..., None]
             others = others[..., 0] if prefix == 1 else others.logsumexp(-1)
             grid_share = (z.log() - others).sigmoid_()
         factor = (grid_share / z).nan_to_num_()  # z is 0 if a mask hides all keys
@@ -407,9 +403,6 @@ def _rows_over_grid(
         patterns.add(block, weights, factor)
         if received is not None:
             received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
-    top.mul_(unit)
-    if prefix_logits is not None:
-        prefix_logits.mul_(unit)
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
@@ -417,8 +410,9 @@ def _rows_over_grid(
     for mean_distance in (distance, frame_distance):
         if mean_distance is not None:
             mean_distance.div_(total)
-    mean_logit = expected.div_(total).mul_(_LN2)
-    grid = _GridRows(top, lse, mean_logit, distance, frame_distance, empty, received, of_tokens)
+    grid = _GridRows(
+        top, lse, expected.div_(total), distance, frame_distance, empty, received, of_tokens
+    )
     return grid, prefix_logits
 
 
