@@ -128,7 +128,11 @@ class CarriedNumbers:
         if any(logits[:1]) and is_transpose(call.outputs[0], call.inputs[0]):
             self._exchange_sides(call.inputs[0], call.outputs[0])
             return
-        if any(logits) and name not in _PRODUCTS:
+        if any(logits) and self._are_added_to_tokens(call, logits):
+            # Positions that a product reads from a table are no logits.
+            for x in compress(call.inputs, logits):
+                self._keys.pop(x)
+        elif any(logits) and name not in _PRODUCTS:
             # A mask that is added to logits does not change the places of queries.
             call = replace(
                 call,
@@ -190,6 +194,13 @@ class CarriedNumbers:
         memory = target.untyped_storage().data_ptr()
         return [x for x in self._places if x.untyped_storage().data_ptr() == memory]
 
+    def _are_added_to_tokens(self, call: Call, logits: Sequence[bool]) -> bool:
+        """Return whether products of parameters meet tokens of the image."""
+        others = compress(call.places, [not is_product for is_product in logits])
+        products = [*compress(call.places, logits)]
+        products += [self._keys[x] for x in compress(call.inputs, logits)]
+        return not any(map(_is_somewhere, products)) and any(map(_is_somewhere, others))
+
     def _exchange_sides(self, logits: Tensor, transpose: Tensor) -> None:
         """Follow a transpose of logits, as Grounding DINO uses them
         in both directions between image and text.
@@ -222,6 +233,11 @@ class CarriedNumbers:
             # Scaling, masking and merging of leading axes do not move queries and keys.
             if keys is not None and source.shape[-2:] == output.shape[-2:]:
                 self._keys[output] = keys
+
+
+def _is_somewhere(places: Places) -> bool:
+    """Return whether some of the places are known, and not those of parameters."""
+    return places is not None and not bool(unexpanded(places).isnan().all())
 
 
 def _of_rows_gathered(queries: Places, keys: Places) -> Places:

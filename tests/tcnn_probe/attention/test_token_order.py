@@ -166,6 +166,25 @@ def test_column_major_order_is_detected(size: torch.Size) -> None:
     assert [layout.reason for layout in layouts_of_layers.values()] == [NOT_IN_ORDER] * 2
 
 
+class LookedUp(Ordered):
+    """Model that reads the positions of its patches from a table by a product, as Gemma 4 does."""
+
+    def arrange(self, x: Tensor) -> Tensor:
+        x = super().arrange(x)
+        rows = F.one_hot(torch.arange(x.shape[1])).to(x.dtype)
+        return x + rows @ torch.randn(x.shape[1:])
+
+
+@pytest.mark.parametrize("attend", [fused, unfused])
+@pytest.mark.parametrize("order", ORDERS)
+def test_products_of_parameters_do_not_hide_the_image(
+    order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    layouts_of_layers = layouts(LookedUp(ORDERS[order], attend).eval(), torch.randn(IMAGES))
+    reason = "" if order == "raster" else NOT_IN_ORDER
+    assert [layout.reason for layout in layouts_of_layers.values()] == [reason] * 2
+
+
 class Written(Ordered):
     """Module that writes its tokens into an empty tensor, each at its position."""
 
