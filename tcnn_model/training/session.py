@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import re
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from tcnn_model.training.build import convert
 from tcnn_model.training.checkpoint import (
@@ -34,10 +34,6 @@ FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watc
 """Settings that may change when a run is resumed, because they do not influence the weights."""
 
 _EPOCH = re.compile(r"epoch-(\d+)\.pt")
-
-# Locked files, each with the number of the process that holds the lock, since a forked process
-# holds none of them.
-_held: set[tuple[int, Path]] = set()
 
 
 class Stopping:
@@ -115,7 +111,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other trainings out of this folder.
+        """Keep other trainings out of this folder, until this process ends at the latest.
 
         Raises:
             ValueError: Another training, in this process or another one, uses the folder.
@@ -125,8 +121,9 @@ class RunFolder:
             if self.processes.first:
                 self.path.mkdir(parents=True, exist_ok=True)
                 try:
-                    stack.enter_context(_file_lock(self.path / ".lock"))
-                except BlockingIOError:
+                    lock = FileLock(self.path / ".lock", timeout=0, thread_local=False)
+                    stack.enter_context(lock)
+                except Timeout:
                     refused = True
             # Only rank 0 knows of the refusal; without any(), the others would wait for it.
             if self.processes.any(refused):
@@ -336,46 +333,6 @@ class RunFolder:
         if within is not None and within["epoch"] > last:
             return within
         return read_checkpoint(epochs[last], self._settings, device) if epochs else None
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when this process ends,
-    and that forked workers do not inherit.
-
-    Raises:
-        BlockingIOError: This process or another one holds the lock.
-    """
-    # POSIX grants a process a lock that it already holds, and releases it when any handle of the
-    # file is closed.
-    holder = os.getpid(), path.resolve()
-    if holder in _held:
-        raise BlockingIOError(f"this process holds {path}")
-    _held.add(holder)
-    try:
-        with _system_lock(path):
-            yield
-    finally:
-        _held.discard(holder)
-
-
-@contextmanager
-def _system_lock(path: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # Windows, where a second process is not noticed
-        yield
-        return
-    with path.open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except PermissionError as error:  # POSIX allows this error, too, for a lock that is held
-            raise BlockingIOError(*error.args) from error
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass  # a file system without locks
-        yield
 
 
 def _table(rows: Iterable[Sequence[Any]]) -> str:
