@@ -194,14 +194,14 @@ class AveragedOverQueries(Ablated):
         """Return whether there are several queries;
         raise an error if the user named a layer with a single one.
         """
-        if not super().expects(attention) or attention.queries > 1:
-            return attention.queries > 1
-        if self.strict:
+        if not super().expects(attention):
+            return False
+        if attention.queries == 1 and self.strict:
             raise ValueError(
                 f"{self.layer!r} has a single query, whose mean is itself; give images= to take "
                 "means over"
             )
-        return False
+        return attention.queries > 1
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return an edit to the mean over queries."""

@@ -315,33 +315,34 @@ class Twice(nn.Module):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", ["zero", "mean"])
 # Five tokens have six channels, as 2 x 3 and 3 x 2, so that confused heads and channels would show.
-def test_two_attentions_in_one_call() -> None:
+def test_two_attentions_in_one_call(mode: Any) -> None:
     model = nn.Sequential(Twice())
     x = torch.randn(2, 5, 6)
     q = x.unflatten(-1, (2, 3)).transpose(1, 2)
     k = x.unflatten(-1, (3, 2)).transpose(1, 2)
     # torch's attention scales by the root of three channels, and the softmax by hand does not.
     parts = [(q @ q.mT / 3**0.5).softmax(-1) @ q, (k @ k.mT).softmax(-1) @ k]
-    parts[0][:, 1] = 0
-    parts[1][:, 2] = 0
+    for part, head in zip(parts, (1, 2), strict=True):
+        part[:, head] = 0 if mode == "zero" else part[:, head].mean(1, keepdim=True)
     expected = sum(
         by * part.transpose(1, 2).flatten(2) for by, part in zip((1, 10), parts, strict=True)
     )
     with (
-        tcnn_probe.ablate(model, {"0": 1}),
-        tcnn_probe.ablate(model, {"0#1": 2}) as inner,
+        tcnn_probe.ablate(model, {"0": 1}, mode),
+        tcnn_probe.ablate(model, {"0#1": 2}, mode) as inner,
     ):
         # The computation is in float32, with a second part that is ten times as large.
         torch.testing.assert_close(model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4)
     assert inner.heads == {"0#1": (2,)}
     with (
         pytest.raises(RuntimeError, match="a softmax that is not multiplied with values"),
-        tcnn_probe.ablate(model, "0#2"),
+        tcnn_probe.ablate(model, "0#2", mode),
     ):
         model(x)
     with (
         pytest.raises(RuntimeError, match="'0#3' ran and computed no attention"),
-        tcnn_probe.ablate(model, "0#3"),
+        tcnn_probe.ablate(model, "0#3", mode),
     ):
         model(x)
