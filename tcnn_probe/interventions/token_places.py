@@ -122,7 +122,12 @@ class GridFinder:
         """Find the places in a call of the model that begins,
         unless inputs of its size were seen before.
         """
-        size = tuple(tuple(x.shape[1:]) for x in input_tensors(call.inputs))
+        tensors = input_tensors(call.inputs)
+        size: Any = tuple(tuple(x.shape[1:]) for x in tensors)
+        if not any(x.ndim == 4 for x in tensors):
+            # The grid of patches that are given in place of images is known from their positions.
+            positions = [x for x in tensors if x.ndim in (2, 3) and x.shape[-1] <= 4]
+            size = size, tuple(tuple(x.flatten().tolist()) for x in positions)
         if size not in self._found:
             places: dict[str, TokenPlaces | str] = {}
 
@@ -133,7 +138,8 @@ class GridFinder:
             twin = frozen_copy(self._model)
             # The copy is not the user's model, whose recorders must not see it run.
             with hidden_from_recorders(), attention_stream(twin, note) as stream:
-                twin(*_first_images(call.args), **call.kwargs)
+                args = _first_images(call.args) if len(tensors) == 1 else call.args
+                twin(*args, **call.kwargs)
             self._found[size] = {**stream.unsupported, **places}
         self._running.size = size
 
@@ -162,6 +168,6 @@ class GridFinder:
 
 
 def _first_images(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the first images of a batch, if it is the only input."""
+    """Return the first images of a batch that is the only input by position."""
     is_batch = len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim > 2
     return (args[0][:2],) if is_batch else args

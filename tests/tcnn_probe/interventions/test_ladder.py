@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -247,6 +248,54 @@ def test_images_of_several_sizes() -> None:
         turned = model(x.mT)
     assert torch.equal(both[0], both[2])
     assert torch.equal(both[1], turned)
+
+
+class Packed(nn.Module):
+    """Attention between patches that are given with their rows and columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attention(12, 3)
+
+    def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
+        return self.attend(patches)
+
+
+@torch.no_grad()
+def test_patches_of_several_grids() -> None:
+    """Patches of upright images are as many as those of wide ones."""
+    torch.manual_seed(0)
+    model, x = Packed(), torch.randn(2, 15, 12)
+    wide, upright = (
+        torch.cartesian_prod(torch.arange(rows), torch.arange(15 // rows)) for rows in (3, 5)
+    )
+    with tcnn_probe.ablate(model, {"attend": [1, 2]}, "local", radius=1):
+        both = [model(x, positions) for positions in (wide, upright, wide)]
+    with tcnn_probe.ablate(model, {"attend": [1, 2]}, "local", radius=1):
+        turned = model(x, upright)
+    assert torch.equal(both[0], both[2])
+    assert torch.equal(both[1], turned)
+
+
+class Masked(nn.Module):
+    """Model whose mask has a row for each image, as the pixel masks of DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, images: Tensor, mask: Tensor) -> Tensor:
+        return self.chain(images * mask[:, None])
+
+
+@torch.no_grad()
+def test_grids_are_found_beside_masks() -> None:
+    model, x = Masked(), torch.cat([chain_images()] * 2)
+    mask = torch.ones(len(x), *x.shape[2:])
+    with tcnn_probe.ablate(model.chain, {"near": [1, 3]}, "local", radius=1):
+        expected = model.chain(x)
+    with tcnn_probe.ablate(model, {"chain.near": [1, 3]}, "local", radius=1):
+        assert torch.equal(model(x, mask=mask), expected)
 
 
 @torch.no_grad()
