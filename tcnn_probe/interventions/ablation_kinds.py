@@ -295,11 +295,7 @@ class Uniform(OnPatches):
 
     def weights(self, attention: Attention, heads: Sequence[int], places: TokenPlaces) -> Tensor:
         """Return attention 1 / K for K visible keys."""
-        seen = places.visible(attention)
-        if seen is None:
-            seen = torch.ones((), device=attention.device)
-            seen = seen.expand(1, places.windows, attention.queries, attention.keys)
-        seen = seen.to(attention.dtype)
+        seen = places.visible(attention).to(attention.dtype)
         uniform = seen / seen.sum(-1, keepdim=True).clamp_min(1)
         return uniform[:, :, None].expand(-1, -1, len(heads), -1, -1)
 

@@ -1,12 +1,10 @@
 """``head_kernels()``: the convolution inside each head, fitted on all queries of patches."""
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import xarray as xr
-from numpy.typing import NDArray
 from torch import nn
 
 from tcnn_probe.heads.static_pattern import offsets_of_pairs
@@ -17,8 +15,6 @@ from tcnn_probe.interventions.references import GivenImages
 from tcnn_probe.provenance import provenance
 
 __all__ = ["head_kernels"]
-
-Array = NDArray[np.float64]
 
 _ATTRS = {
     "offset_kernel": "exp theta(offset from query to key in patches) of the convolution T inside "
@@ -68,8 +64,9 @@ def head_kernels(model: nn.Module, images: GivenImages, heads: HeadSelection = N
         ValueError, TypeError: As in :func:`ablate` with ``mode="convolutional"``; also if no layer
             has a kernel.
     """
-    fits: dict[str, _Kernels] = {}
+    fits: dict[str, xr.Dataset] = {}
     missing: dict[str, str] = {}
+    count = 0
     with ablate(model, heads, "convolutional", images=images) as ablation:
         for entry in ablation.entries:
             assert isinstance(entry, Convolutional)
@@ -78,86 +75,62 @@ def head_kernels(model: nn.Module, images: GivenImages, heads: HeadSelection = N
             for number in entry.reference.convolutions:
                 name = f"{entry.layer}#{number}" if number else entry.layer
                 kernels = _kernels_of(entry, number)
-                if (kernels.offsets % 1).any():
+                if kernels is None:
                     missing[name] = _FRACTIONS
                 else:
                     fits[name] = kernels
+                    count = max(count, entry.count or 0)
     if not fits:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
         raise ValueError(f"no layer of this {type(model).__name__} has heads with kernels{reasons}")
     attrs = provenance(model) | {"missing": json.dumps(missing)}
-    return _dataset(fits).assign_attrs(attrs)
+    return _together(fits, count).assign_attrs(attrs)
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Kernels of some heads of a layer.
-
-    Args:
-        count: Number of heads of the layer.
-        heads: Indices of the heads.
-        offsets: Offsets from query to key, shape (offsets, 2).
-        kernel, masses: Weight and attention of each offset, and after these of each token off the
-            grid, shape (heads, offsets + tokens).
+def _kernels_of(entry: Convolutional, number: int) -> xr.Dataset | None:
+    """Return the kernels that were fitted for an ablation of heads;
+    None if offsets are fractions of patches.
     """
-
-    count: int
-    heads: list[int]
-    offsets: Array
-    kernel: Array
-    masses: Array
-
-
-def _kernels_of(entry: Convolutional, number: int) -> _Kernels:
-    """Return the kernels that were fitted for an ablation of heads."""
     places, reference = entry.reference.places[number], entry.reference
     patches = np.isfinite(places.queries[:, 0])
     _, offsets = offsets_of_pairs(places.queries[patches], places.keys)
+    if (offsets % 1).any():
+        return None
+    count = len(offsets)
     # A key off the grid is an offset of its own, numbered by its place among the keys.
-    off_grid = len(offsets) + np.flatnonzero(np.isnan(places.keys[:, 0]))
-    columns = np.concatenate([np.arange(len(offsets)), off_grid])
-    kernel, masses = (
-        weights[:, columns] / weights.sum(1, keepdims=True)
-        for weights in (
-            reference.convolutions[number].kernel,
-            reference.masses[number],
-        )
+    off_grid = count + np.flatnonzero(np.isnan(places.keys[:, 0]))
+    columns = np.concatenate([np.arange(count), off_grid])
+    y, x = offsets.astype(int).T
+    height, width = abs(y).max(), abs(x).max()
+    ds = xr.Dataset(
+        coords={
+            "head": [*entry.indices],
+            "offset_y": np.arange(-height, height + 1),
+            "offset_x": np.arange(-width, width + 1),
+            "prefix_token": np.arange(len(off_grid)),
+        }
     )
-    assert entry.count is not None
-    return _Kernels(entry.count, [*entry.indices], offsets, kernel, masses)
+    weights = {"kernel": reference.convolutions[number].kernel, "mass": reference.masses[number]}
+    for noun, rows in weights.items():
+        shares = rows[:, columns] / rows.sum(1, keepdims=True)
+        maps = np.zeros((len(shares), 2 * height + 1, 2 * width + 1))
+        maps[:, y + height, x + width] = shares[:, :count]
+        ds[f"offset_{noun}"] = ("head", "offset_y", "offset_x"), maps
+        ds[f"prefix_{noun}"] = ("head", "prefix_token"), shares[:, count:]
+    return ds
 
 
-def _dataset(fits: dict[str, _Kernels]) -> xr.Dataset:
+def _together(fits: Mapping[str, xr.Dataset], heads: int) -> xr.Dataset:
     """Return the kernels of all layers on a common range of offsets."""
-    reach = np.max([abs(fit.offsets).max(0) for fit in fits.values()], 0).astype(int)
-    heads = max(fit.count for fit in fits.values())
-    tokens = max(fit.kernel.shape[1] - len(fit.offsets) for fit in fits.values())
-    shape = len(fits), heads
-    variables: dict[str, Any] = {}
-    for noun, field in (("kernel", "kernel"), ("mass", "masses")):
-        on_grid = np.full((*shape, *(2 * reach + 1)), np.nan)
-        off_grid = np.full((*shape, tokens), np.nan)
-        for place, fit in enumerate(fits.values()):
-            values, rows = getattr(fit, field), fit.heads
-            y, x = (fit.offsets + reach).astype(int).T
-            maps = np.zeros((len(rows), *on_grid.shape[2:]))
-            maps[:, y, x] = values[:, : len(fit.offsets)]
-            on_grid[place, rows] = maps
-            prefix = values[:, len(fit.offsets) :]
-            off_grid[place, rows, : prefix.shape[1]] = prefix
-        variables[f"offset_{noun}"] = (
-            ("layer", "head", "offset_y", "offset_x"),
-            on_grid,
-        )
-        if tokens:
-            variables[f"prefix_{noun}"] = (("layer", "head", "prefix_token"), off_grid)
-    coords = {
-        "layer": [*fits],
-        "head": range(heads),
-        "offset_y": np.arange(-reach[0], reach[0] + 1),
-        "offset_x": np.arange(-reach[1], reach[1] + 1),
+    # Offsets that only other layers have get no attention, and heads that they have are NaN.
+    labels = {
+        dim: np.unique(np.concatenate([fit[dim] for fit in fits.values()]))
+        for dim in ("offset_y", "offset_x")
     }
-    ds = xr.Dataset(variables, coords)
+    layers = [fit.reindex(labels, fill_value=0).reindex(head=range(heads)) for fit in fits.values()]
+    ds = xr.concat(layers, xr.Variable("layer", [*fits]), join="outer").drop_vars("prefix_token")
+    if not ds.sizes["prefix_token"]:
+        ds = ds.drop_dims("prefix_token")
     for name in ds.data_vars:
         ds[name].attrs = {"units": "1", "description": _ATTRS[str(name)]}
     return ds

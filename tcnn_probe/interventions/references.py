@@ -252,9 +252,6 @@ class ConvolutionReference(AttentionReference):
     def see(self, attention: Attention, places: TokenPlaces, layer: str) -> None:
         """Note the places of the tokens of the current batch, and which keys its queries see."""
         number, visible = attention.number, places.visible(attention)
-        if visible is None:
-            shape = places.windows, attention.queries, attention.keys
-            visible = torch.ones((1, *shape), dtype=torch.bool)
         first = self._visible.setdefault(number, visible[0].cpu())
         if bool((visible != first.to(visible.device)).any()):
             raise ValueError(

@@ -86,12 +86,12 @@ class TokenPlaces:
         """Return (rows, ...) as (images, windows, ...)."""
         return rows.unflatten(0, (-1, self.windows))
 
-    def visible(self, attention: Attention) -> Tensor | None:
-        """Return the keys that no mask hides: (images or 1, windows, N_query, N_key);
-        None for all.
-        """
-        seen = None
-        if self.regions is not None:
+    def visible(self, attention: Attention) -> Tensor:
+        """Return whether no mask hides a key: (images or 1, windows, N_query, N_key)."""
+        if self.regions is None:
+            shape = 1, self.windows, attention.queries, attention.keys
+            seen = torch.ones(shape, dtype=torch.bool, device=attention.device)
+        else:
             regions = self.regions.to(attention.device)
             seen = (regions[:, :, None] == regions[:, None])[None]
         if not isinstance(attention, SoftmaxAttention):
@@ -100,8 +100,7 @@ class TokenPlaces:
         if logits.visible(slice(1)) is None:
             return seen
         queries = torch.arange(attention.queries).expand(attention.rows, -1)
-        visible = self.by_window(logits.hidden(rows, queries).logical_not())
-        return visible if seen is None else visible & seen
+        return self.by_window(logits.hidden(rows, queries).logical_not()) & seen
 
 
 class GridFinder:
