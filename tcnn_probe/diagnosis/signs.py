@@ -201,8 +201,10 @@ def _collapsed_queries(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _silent_head(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    # The reference is the median, which a few silent heads hardly change.
-    return ds.output_norm < limits.silent * ds.output_norm.median("head")
+    # The reference is the median, which a few silent heads hardly change; if all heads of a layer
+    # are silent, it is 0, too.
+    limit = limits.silent * ds.output_norm.median("head")
+    return (ds.output_norm < limit) | (ds.output_norm == 0)
 
 
 def _queries_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:

@@ -123,6 +123,13 @@ def test_each_sign_is_found(sign: str) -> None:
     assert spell.until == (5 if lasts else 3)
 
 
+def test_all_heads_of_a_layer_are_silent() -> None:
+    ds = healthy()
+    ds.output_norm[3:, 1] = 0
+    (finding,) = tcnn_probe.health(ds)
+    assert (finding.sign, finding.layer, finding.heads) == ("silent head", "far", (0, 1))
+
+
 def test_signs_that_a_pretrained_model_may_have_from_the_start() -> None:
     """One-hot heads, logits of 50, and heads or tokens
     that are alike raise no alarm unless they appear later.
