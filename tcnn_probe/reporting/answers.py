@@ -96,12 +96,14 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
     text = f"Of {len(kinds)} heads, {listed.replace(' ', ' are ', 1)}."
     untyped = sum(run.heads.values()) - len(kinds)
     if untyped:
-        text += f" {untyped} more have no type, for the reasons under What is missing."
+        has = "has" if untyped == 1 else "have"
+        text += f" {untyped} more {has} no type, for the reasons under What is missing."
     if "uncertain_type" in ds:
         uncertain = int((ds.uncertain_type > 0).sum())
+        verb, pronoun = ("is", "it") if uncertain == 1 else ("are", "them")
         text += (
-            f" {uncertain} of these types are uncertain: the halves of the photographs disagree on "
-            "them."
+            f" {uncertain} of these types {verb} uncertain: the halves of the photographs disagree "
+            f"on {pronoun}."
             if uncertain
             else " The halves of the photographs agree on these types."
         )
@@ -159,10 +161,10 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
             return f"{', '.join(words)}; {kind}"
 
         heads = _ranked(lift.max("query").where(lambda ratio: ratio >= _LIFT), numbers)
-        subject = f"{_count(heads)} put at least" if heads else "None puts"
+        subject = _subject(heads, "puts", "put") if heads else "None puts"
         text = (
-            f"{subject} {_LIFT:g} times as much attention on {run.attrs['objects']} as there would "
-            f"be by chance ({float(ds.object_area.mean()):.2f})"
+            f"{subject} at least {_LIFT:g} times as much attention on {run.attrs['objects']} as "
+            f"there would be by chance ({float(ds.object_area.mean()):.2f})"
         )
         if heads and len(shares) > 1:
             counts = (lift >= _LIFT).sum(["layer", "head"]).to_series()
@@ -180,7 +182,8 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
     text = "No head attends mainly to patches that stand out"
     if heads:
         text = (
-            f"{_count(heads)} attend mainly to patches that stand out in a photograph (key content)"
+            f"{_subject(heads, 'attends', 'attend')} mainly to patches that stand out in a "
+            "photograph (key content)"
         )
     return Answer(
         question,
@@ -203,7 +206,8 @@ def _local(run: Run, ds: xr.Dataset) -> Answer:
         )
     return Answer(
         question,
-        f"{_count(heads)} are convolutional and look at most {_NEAR:g} patches away on average",
+        f"{_subject(heads, 'is', 'are')} convolutional with a mean distance of at most {_NEAR:g} "
+        "patches",
         heads,
     )
 
@@ -214,13 +218,11 @@ def _nothing(run: Run, ds: xr.Dataset) -> Answer:
     findings = [finding for finding in run.findings or () if finding.sign in _SILENT]
     heads = [(finding.layer, head, finding.sign) for finding in findings for head in finding.heads]
     unseen = [sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen]
-    ways = "silent, or attend to a sink whose value is small"
+    ways = "silent, or with a sink whose value is small"
     if "cost_zero" in ds and bool(ds.cost_zero.notnull().any()):
         cost = abs(ds.cost_zero)
         median = float(cost.median())
-        ways += (
-            f", or cost less than {_CHEAP:g} of the median head if they are removed, to first order"
-        )
+        ways += f", or with a cost below {_CHEAP:g} of the median head's if removed, to first order"
         known = {head[:2] for head in heads}
         cheap = _ranked(
             -cost.where(cost < _CHEAP * median),
@@ -230,7 +232,7 @@ def _nothing(run: Run, ds: xr.Dataset) -> Answer:
     if not heads:
         rest = f" ({', '.join(unseen)} could not be looked for)" if unseen else ""
         return Answer(question, f"None: no heads are {ways}{rest}")
-    return Answer(question, f"{_count(heads)} are {ways}", heads)
+    return Answer(question, f"{_subject(heads, 'is', 'are')} {ways}", heads)
 
 
 def _ranked(values: xr.DataArray, describe: Any) -> list[tuple[str, int, str]]:
@@ -243,5 +245,6 @@ def _ranked(values: xr.DataArray, describe: Any) -> list[tuple[str, int, str]]:
     ]
 
 
-def _count(heads: Sequence[Any]) -> str:
-    return f"{len(heads)} head{'s' * (len(heads) != 1)}"
+def _subject(heads: Sequence[Any], one: str, several: str) -> str:
+    """Return the number of heads with the verb that follows, in the singular or the plural."""
+    return f"{len(heads)} {f'head {one}' if len(heads) == 1 else f'heads {several}'}"

@@ -111,6 +111,19 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
     assert "c.jpg could not be read: it is no picture" in facts["missing"]
 
 
+def test_a_single_head_is_named_in_the_singular() -> None:
+    tree = network()
+    tree["heads"]["attention_distance"][0, 0, 0] = 5
+    tree["heads"]["output_norm"][:] = 1
+    for name in ("object_attention", "class_object_attention"):
+        tree["objects"][name][0, 1, 1] = 0.25
+    (described,) = tcnn_probe.report(tree).facts["networks"]
+    *_, objects, local, nothing = (answer["text"] for answer in described["answers"])
+    assert objects.startswith("1 head puts at least 1.5 times")
+    assert local.startswith("1 head is convolutional with a mean distance")
+    assert nothing.startswith("1 head is silent, or with a sink")
+
+
 def test_signs_are_of_finished_networks_without_advice() -> None:
     tree = network()
     findings = tcnn_probe.health(tree)
