@@ -211,8 +211,13 @@ class _Outputs(AttentionListener):
             for part in module.modules()
         }
         # Layers inside a block (norms, projections) return tokens, too, but part of the score
-        # bypasses them.
-        self._composite = {module for module in self.names if [*module.children()]} - pools
+        # bypasses them. They have no parts, except those of peft or of a parametrization.
+        innermost = {name: module for module, name in self.names.items()}
+        self._composite = {
+            module
+            for module, name in self.names.items()
+            if {part for part, _ in innermost[name].named_children()} - {"parametrizations"}
+        } - pools
 
     def attends(self, attention: Attention) -> None:
         """Keep the grids that an attention has in the image, by their numbers of tokens."""

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import tcnn_probe
 from tests.tcnn_probe.attribution.models import (
@@ -199,6 +200,27 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
 def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) -> None:
     maps = tcnn_probe.saliency(make(), torch.rand(1, *size), 1, method="gradcam")
     assert maps.attrs["layer"] == layer
+
+
+class Adapted(nn.Module):
+    """Layer as peft adapts it."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize("adapt", [Adapted, weight_norm])
+def test_an_adapted_projection_is_no_block(adapt: Any) -> None:
+    model = transformer("deit_tiny_patch16_224", depth=2)
+    model.blocks[1].attn.qkv = adapt(model.blocks[1].attn.qkv)
+    maps = tcnn_probe.saliency(model, torch.rand(1, 3, 24, 40), 1, method="gradcam")
+    assert maps.attrs["layer"] == "blocks.0"
 
 
 # Windows of 7 x 7 on 14 x 21 and then 7 x 10 tokens: the last ones are padded.
