@@ -1,9 +1,10 @@
 """The private names of torch (2.8 to 2.15) that tcnn_probe uses,
 with the reasons why no public ones will do.
 
-No other file of tcnn_probe uses a private name of torch, so this is the file to read when torch has
-moved one; tests/tcnn_probe/hooks/test_private_torch.py says what each of them does.
-docs/maintaining.md says what torch would have to offer to make them unnecessary.
+Other files of tcnn_probe use no private names of torch but a module's own tables (``_modules``,
+``_parameters``, ``_buffers`` and those of hooks) and the ``_backward_hooks`` of a parameter. So this
+is the file to read when torch has moved one; tests/tcnn_probe/hooks/test_private_torch.py says what
+each of them does. docs/maintaining.md says what torch would have to offer to make them unnecessary.
 """
 
 from types import ModuleType
