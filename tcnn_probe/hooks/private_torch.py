@@ -2,9 +2,10 @@
 with the reasons why no public ones will do.
 
 Other files of tcnn_probe use no private names of torch but a module's own tables (``_modules``,
-``_parameters``, ``_buffers`` and those of hooks) and the ``_backward_hooks`` of a parameter. So this
-is the file to read when torch has moved one; tests/tcnn_probe/hooks/test_private_torch.py says what
-each of them does. docs/maintaining.md says what torch would have to offer to make them unnecessary.
+``_parameters``, ``_buffers`` and those of hooks) and the ``_backward_hooks`` of a parameter. So
+this is the file to read when torch has moved one; tests/tcnn_probe/hooks/test_private_torch.py says
+what each of them does. docs/maintaining.md says what torch would have to offer to make them
+unnecessary.
 """
 
 from types import ModuleType
