@@ -62,7 +62,7 @@ class FeatureMaps:
         x = tensors[0] if tensors else None
         if whole_model and x is not None and x.ndim < 4:
             # Words can come before the images. A tensor with a single channel is a mask.
-            x = next((x for x in tensors if x.ndim == 4 and x.shape[1] > 1), x)
+            x = next((x for x in tensors if x.ndim > 4 or (x.ndim == 4 and x.shape[1] > 1)), x)
         # An input with the size of an earlier feature map belongs to the images before, as in a
         # head that is called by itself; other images start a new forward.
         is_map = x is not None and x.ndim == 4

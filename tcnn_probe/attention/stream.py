@@ -414,7 +414,7 @@ class AttentionStream:
         layout_of = partial(tokens.layout_of, layer, running, seen.not_on_grid)
         with named_in_errors(layer):
             try:
-                images = tokens.images_of(layer, running)
+                images = tokens.images_of(layer, running, source)
                 attention = softmax_attention_of(
                     seen, layer, number, running, images, layout_of, tokens.with_mask
                 )

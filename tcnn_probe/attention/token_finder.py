@@ -172,18 +172,26 @@ class TokenFinder:
             facts.are_channels = self._places.are_channels
         return facts.queries_are_words
 
-    def images_of(self, layer: str, running: Running) -> int | None:
+    def images_of(self, layer: str, running: Running, source: Tensor) -> int | None:
         """Return the number of images of a layer,
         of each of which it may get several copies; None if it is unknown.
+
+        Args:
+            layer: Name of the layer.
+            running: Running modules and their inputs by position.
+            source: Queries, or logits, of its attention.
         """
         images, facts = self.maps.images, self._facts[self._call, layer]
         # There can be more texts than images.
         if not images or facts.queries_are_words:
             return None
-        _, inputs = running[-1]
-        rows = next((len(x) for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
+        tensors = [x for x in running[-1].inputs if isinstance(x, Tensor) and x.ndim]
+        # transformers calls many layers by keyword. Queries with three axes can have merged heads.
+        if not tensors and source.ndim == 4:
+            tensors = [source]
+        rows = len(tensors[0]) if tensors else 0
         if self._places is not None:
-            is_copied = rows > images and self._places.shows_whole_images(inputs)
+            is_copied = rows > images and self._places.shows_whole_images(tensors)
             facts.copies = rows // images if is_copied else 1
         return images * facts.copies
 

@@ -356,6 +356,36 @@ def test_views_or_frames_that_are_embedded_one_by_one_are_images(
         np.testing.assert_allclose(ours, expected[variable], 1e-5, 1e-13, err_msg=str(variable))
 
 
+class Tiled(nn.Module):
+    """Model that gets words and tiles of images, and calls its layers by keyword,
+    as those of transformers do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(90, 12)
+        self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, words: Tensor, tiles: Tensor) -> Tensor:
+        tokens = self.patches(tiles.flatten(0, -4)).flatten(2).mT
+        return self.second(x=self.first(x=tokens)).mean() + self.words(words)
+
+
+def test_tiles_beside_words_are_images() -> None:
+    torch.manual_seed(0)
+    model, images = Tiled().double().eval(), pictures(6).double()
+    words = torch.randint(2, 90, (3, 7))
+    tiled, expected = (
+        recorded(model, batch).dataset
+        for batch in ((words, images.unflatten(0, (3, 2))), (words, images))
+    )
+    assert tiled.images.values.tolist() == [[6] * 2]
+    assert np.isfinite(tiled.attention_distance).all()
+    for variable in ("entropy", "attention_distance", "content_information"):
+        np.testing.assert_allclose(tiled[variable], expected[variable], rtol=1e-9)
+
+
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "neighbours": lambda x: x.repeat_interleave(2, 0),
     "repeated": lambda x: x.repeat(2, 1, 1),
