@@ -31,7 +31,6 @@ _LIFT = 1.5
 """Attention on objects, as a multiple of their area,
 from which on a head singles them out. Ours.
 """
-_NAMED = 8  # heads that a sentence names; the page and the JSON have all of them
 _CHEAP = 0.01
 """First-order cost of removing a head, as a share of the median head's,
 below which it does nothing. Ours.
@@ -54,11 +53,6 @@ class Answer:
     text: str
     heads: Sequence[tuple[str, int, str]] = ()
 
-    @property
-    def named(self) -> Sequence[tuple[str, int, str]]:
-        """The first heads, for a sentence."""
-        return self.heads[:_NAMED]
-
 
 def type_rows(run: Run) -> list[dict[str, Any]]:
     """Count the heads of each type, and say what the type means."""
@@ -76,8 +70,13 @@ def answers(run: Run) -> list[Answer]:
     """
     if TYPE not in run.numbers:
         return []
-    ds = run.numbers.isel({run.along: -1}).load()
-    return [*_overview(run, ds), _objects(run, ds), _local(run, ds), _nothing(run, ds)]
+    ds, types = run.numbers.isel({run.along: -1}).load(), _types(run)
+    return [
+        *_overview(run, ds, types),
+        _objects(run, ds, types),
+        _local(ds, types),
+        _nothing(run, ds),
+    ]
 
 
 def _types(run: Run) -> xr.DataArray:
@@ -87,8 +86,12 @@ def _types(run: Run) -> xr.DataArray:
     return codes.copy(data=names[codes.fillna(len(TYPES)).astype(int).values])
 
 
-def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
-    types = _types(run)
+def _has(ds: xr.Dataset, name: str) -> bool:
+    """Return whether a variable has a value."""
+    return name in ds and bool(ds[name].notnull().any())
+
+
+def _overview(run: Run, ds: xr.Dataset, types: xr.DataArray) -> Iterator[Answer]:
     kinds = [name for name in types.values.ravel().tolist() if name]
     if not kinds:
         return
@@ -137,12 +140,10 @@ def _listed(counts: list[tuple[str, int]]) -> str:
     return f"{count} of {total} heads are {name}{rest}"
 
 
-def _objects(run: Run, ds: xr.Dataset) -> Answer:
+def _objects(run: Run, ds: xr.Dataset, types: xr.DataArray) -> Answer:
     """Say which heads single out objects: by masks, or else by their key content."""
     question = "Which heads single out objects?"
-    types = _types(run)
-    content = ds.key_content_information
-    if "object_attention" in ds and bool(ds.object_attention.notnull().any()):
+    if _has(ds, "object_attention"):
         shares = {"patches": ds.object_attention}
         if "class_object_attention" in ds:
             shares["the class token"] = ds.class_object_attention
@@ -152,10 +153,9 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
         lift = (by_query / ds.object_area).transpose("query", "layer", "head")
 
         def numbers(at: Mapping[str, Any]) -> str:
+            known = {query: float(share.sel(at)) for query, share in shares.items()}
             words = [
-                f"{float(share.sel(at)):.2f} from {query}"
-                for query, share in shares.items()
-                if float(share.sel(at)) == float(share.sel(at))
+                f"{share:.2f} from {query}" for query, share in known.items() if share == share
             ]
             kind = str(types.sel(at).item()) or "no type"
             return f"{', '.join(words)}; {kind}"
@@ -172,9 +172,9 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
             text += f": {listed}"
         if heads or run.attrs["objects"].startswith("the masks"):
             return Answer(question, text, heads)
-    salient = content.where(types == "salient")
+    content = ds.key_content_information
     heads = _ranked(
-        salient,
+        content.where(types == "salient"),
         lambda at: (
             f"key content {float(content.sel(at)):.2f} of {float(ds.selectivity.sel(at)):.2f} nat"
         ),
@@ -192,12 +192,12 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
     )
 
 
-def _local(run: Run, ds: xr.Dataset) -> Answer:
+def _local(ds: xr.Dataset, types: xr.DataArray) -> Answer:
     question = "Which heads are local?"
-    if "attention_distance" not in ds or not bool(ds.attention_distance.notnull().any()):
+    if not _has(ds, "attention_distance"):
         return Answer(question, "Unknown: the grid of patches is not known")
     distance = ds.attention_distance
-    near = distance.where((_types(run) == "convolutional") & (distance <= _NEAR))
+    near = distance.where((types == "convolutional") & (distance <= _NEAR))
     heads = _ranked(-near, lambda at: f"{float(distance.sel(at)):.1f} patches")
     if not heads:
         return Answer(
@@ -219,7 +219,7 @@ def _nothing(run: Run, ds: xr.Dataset) -> Answer:
     heads = [(finding.layer, head, finding.sign) for finding in findings for head in finding.heads]
     unseen = [sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen]
     ways = "silent, or with a sink whose value is small"
-    if "cost_zero" in ds and bool(ds.cost_zero.notnull().any()):
+    if _has(ds, "cost_zero"):
         cost = abs(ds.cost_zero)
         median = float(cost.median())
         ways += f", or with a cost below {_CHEAP:g} of the median head's if removed, to first order"

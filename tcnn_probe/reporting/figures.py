@@ -105,17 +105,16 @@ def grid(
 
 
 def _cells(axes: Axes, counts: Mapping[str, int]) -> ColumnDataSource:
-    data: dict[str, list[Any]] = {
-        name: [] for name in ("row", "column", "layer", "head", "value", "text")
-    }
-    for row, layer in enumerate(axes.layers):
-        for column, head in enumerate(axes.heads):
-            if head < counts.get(layer, 0):
-                for name, value in zip(
-                    data, (row, column, layer, head, float("nan"), ""), strict=True
-                ):
-                    data[name].append(value)
-    return ColumnDataSource(data)
+    cells = [
+        (row, column, layer, head, math.nan, "")
+        for row, layer in enumerate(axes.layers)
+        for column, head in enumerate(axes.heads)
+        if head < counts.get(layer, 0)
+    ]
+    names = ("row", "column", "layer", "head", "value", "text")
+    return ColumnDataSource(
+        {name: [cell[place] for cell in cells] for place, name in enumerate(names)}
+    )
 
 
 def grid_width(axes: Axes) -> int:

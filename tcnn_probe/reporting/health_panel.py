@@ -18,13 +18,9 @@ def finding_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Describe the findings in all recordings,
     worst first, with their places on the page's axes.
     """
-    findings = [
-        (name, finding)
-        for name, recording in _recordings(runs)
-        for finding in recording.findings or ()
-    ]
+    findings = [(run, finding) for run in runs for finding in run.findings or ()]
     findings.sort(key=lambda pair: severity(pair[1]))
-    return [_describe(axes, name, finding) for name, finding in findings]
+    return [_describe(axes, _name(run, runs), finding) for run, finding in findings]
 
 
 def _describe(axes: Axes, name: str, finding: Finding) -> dict[str, Any]:
@@ -52,21 +48,21 @@ def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
     one row for all layers of a network that share a sign.
     """
     rows = []
-    for name, recording in _recordings(runs):
-        findings = recording.findings or ()
+    for run in runs:
+        findings = run.findings or ()
         for sign in dict.fromkeys(finding.sign for finding in findings):
             shared = [finding for finding in findings if finding.sign == sign]
             values = [finding.value for finding in shared]
             low, high = min(values), max(values)
             span = f"{low:.3g}" + (f" to {high:.3g}" if high > low else "")
-            everywhere = len(shared) == len(recording.heads)
+            everywhere = len(shared) == len(run.heads)
             count = f"{'all ' * everywhere}{len(shared)} layer{'s' * (len(shared) != 1)}"
             heads = sum(len(finding.heads) for finding in shared)
             rows.append(
-                _describe(axes, name, shared[0])
+                _describe(axes, _name(run, runs), shared[0])
                 | {
                     "where": f"{heads} head{'s' * (heads != 1)} of {count}" if heads else count,
-                    "places": [_describe(axes, name, finding) for finding in shared],
+                    "places": [_describe(axes, _name(run, runs), finding) for finding in shared],
                     "seen": f"{label(shared[0].measure)} {span}",
                 }
             )
@@ -75,7 +71,7 @@ def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def headline(rows: Sequence[dict[str, Any]], runs: Sequence[Run]) -> str:
     """Count alarms and notices; say so if no recording could be checked."""
-    if all(recording.findings is None for _, recording in _recordings(runs)):
+    if all(run.findings is None for run in runs):
         return "not checked"
     alarms = sum(row["kind"] == "ALARM" for row in rows)
     counts = ((alarms, "alarm"), (len(rows) - alarms, "notice"))
@@ -87,8 +83,8 @@ def checks(runs: Sequence[Run]) -> list[str]:
     once for all recordings of which the same holds.
     """
     names: dict[tuple[str, ...], list[str]] = {}
-    for name, recording in _recordings(runs):
-        names.setdefault(tuple(_checks_of(recording)), []).append(name)
+    for run in runs:
+        names.setdefault(tuple(_checks_of(run)), []).append(run.name)
     if len(names) == 1:
         return list(*names)
     return [f"{', '.join(group)}: {' '.join(lines)}" for lines, group in names.items()]
@@ -118,7 +114,6 @@ def _checks_of(run: Run) -> Iterator[str]:
         )
 
 
-def _recordings(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
-    """Yield all recordings with their names; "" for the only one."""
-    for run in runs:
-        yield run.name if len(runs) > 1 else "", run
+def _name(run: Run, runs: Sequence[Run]) -> str:
+    """Return the name of a recording; "" for the only one."""
+    return run.name if len(runs) > 1 else ""

@@ -126,10 +126,13 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> tuple[s
         "numbers": numbers,
         "maps": [layer_maps.data for _, layer_maps in maps],
     }
-    html = _html(
-        _document(axes, runs, variables, args),
-        _join([run.name for run in runs]),
-        text,
+    document = _document(axes, runs, variables, args)
+    html = file_html(
+        document,
+        INLINE,
+        title=f"Attention heads: {_join([run.name for run in runs])}",
+        template=_read("page.html"),
+        template_variables=text | document.template_variables,
     )
     return html, facts_of(runs, text) if is_finished else {}
 
@@ -229,17 +232,6 @@ def _document(
         variable for variable in variables if variable["curve"]
     ]
     return document
-
-
-def _html(document: Document, title: str, text: dict[str, Any]) -> str:
-    variables = text | document.template_variables
-    return file_html(
-        document,
-        INLINE,
-        title=f"Attention heads: {title}",
-        template=_read("page.html"),
-        template_variables=variables,
-    )
 
 
 def _read(name: str) -> str:
