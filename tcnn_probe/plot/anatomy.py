@@ -151,7 +151,7 @@ def _draw_bars(parts: xr.DataArray, ax: "Axes | None") -> "Axes":
         heights,
         lambda height, bottom, style: axes.bar(x, height, width=1, bottom=bottom, lw=0, **style),
     )
-    label_layers(axes, centers, parts.layer.values if "layer" in parts.coords else ())
+    label_layers(axes, centers, parts.layer.values)
     axes.set_xlabel("layer (its heads by nat of convolution)")
     axes.set_xlim(x[0] - 1.5, x[-1] + 1.5)
     return axes

@@ -28,7 +28,6 @@ def depth(
     ax: "Axes | None" = None,
     *,
     uniform: xr.DataArray | None = None,
-    legend: bool = True,
 ) -> "Axes":
     """Draw each head as a point, by layer, as Fig. 7
     of the vision transformer's paper does with attention distances.
@@ -48,7 +47,6 @@ def depth(
         uniform: Value of uniform attention in each layer, drawn as a dashed line, such as
             ``ds.uniform_entropy`` for entropies. None for that of ``attention_distance``, which has
             the coordinate ``uniform_distance``.
-        legend: Draw a legend, above the axes.
 
     Returns:
         The axes, labelled with the variable's name and unit.
@@ -83,12 +81,11 @@ def depth(
         level = select_dims(check_array(uniform, "uniform"), "uniform", ("layer",))
         level = level.sel(layer=values.layer) if "layer" in values.coords else level
         axes.plot(x, level, ls="--", color="0.5", label="uniform attention")
-    label_layers(axes, x.tolist(), values.layer.values if "layer" in values.coords else ())
+    label_layers(axes, x.tolist(), values.layer.values)
     axes.set_ylabel(axis_label(values))
     # The axis begins at 0. Limits that are set would no longer follow other axes that share them.
     axes.update_datalim([(0, 0)])
     points.sticky_edges.y.append(0)
     axes.autoscale_view()
-    if legend:
-        legend_above(axes)
+    legend_above(axes)
     return axes

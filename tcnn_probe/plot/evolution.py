@@ -30,7 +30,7 @@ def evolution(
     *,
     colors: Sequence[Any] | None = None,
     ls: str = "-",
-    legend: bool | Literal["beside", "below"] = True,
+    legend: bool | Literal["below"] = True,
 ) -> "Axes":
     """Draw the heads of each layer and their mean over the marks
     of a training (T-CNN paper, Fig. 4).
@@ -68,8 +68,8 @@ def evolution(
             few colours, or all values are NaN.
     """
     values = check_array(values, "values")
-    if legend not in (True, False, "beside", "below"):
-        raise ValueError(f"expected legend=True, False, 'beside' or 'below', got {legend!r}")
+    if legend not in (True, False, "below"):
+        raise ValueError(f"expected legend=True, False or 'below', got {legend!r}")
     if values.dtype.kind not in "biuf":
         raise TypeError(
             f"expected values that are numbers, got {values.dtype}; types of heads are drawn as "

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["generalization"]
 
 
-def generalization(
-    ds: xr.Dataset, ax: "Axes | None" = None, *, variant: str | None = None
-) -> "Axes":
+def generalization(ds: xr.Dataset, ax: "Axes | None" = None) -> "Axes":
     """Draw the accuracy of each model on another test set against that on the clean images.
 
     ::
@@ -37,22 +35,23 @@ def generalization(
 
     Args:
         ds: Results of :func:`tcnn_probe.evaluation.robustness`: ``clean_accuracy`` and
-            ``variant_accuracy``.
+            ``variant_accuracy``, of one other test set.
         ax: Axes to draw on; None for the current axes.
-        variant: Name of the other test set; None if there is a single one.
 
     Returns:
         The axes.
 
     Raises:
         AttributeError, KeyError: Accuracies are missing.
-        ValueError: The variant is missing, or there are several variants and none is named.
+        ValueError: There are several other test sets.
         ModuleNotFoundError: SciPy is not installed.
     """
     names = [str(name) for name in np.atleast_1d(ds["variant"].values)]
-    if variant not in names if variant is not None else len(names) > 1:
-        raise ValueError(f"expected variant to be one of {names}, got {variant!r}")
-    selected = ds.sel(variant=variant or names[0]) if "variant" in ds.dims else ds
+    if len(names) > 1:
+        raise ValueError(
+            f"expected one other test set, as ds.sel(variant={names[0]!r}), got {names}"
+        )
+    selected = ds.squeeze("variant") if "variant" in ds.dims else ds
     axes, points = axes_or_current(ax), []
     for number, model in enumerate(np.atleast_1d(ds["model"].values)):
         results = selected.sel(model=model) if "model" in ds.dims else selected
@@ -82,7 +81,7 @@ def generalization(
         )
     axes.set(
         xlabel="accuracy on the clean images",
-        ylabel=f"accuracy on {variant or names[0]}",
+        ylabel=f"accuracy on {names[0]}",
     )
     legend_beside(axes)
     return axes

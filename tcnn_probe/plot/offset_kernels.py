@@ -71,9 +71,8 @@ def offset_kernels(
     kernels = kernels.dropna("layer", how="all").load()
     if not kernels.size:
         raise ValueError("nothing to draw: the kernels are all NaN")
-    names = _names(kernels)
     rows: list[tuple[str, NDArray[Any]]] = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(short_names(kernels.layer.values)):
         layer = kernels.isel(layer=number)
         rows.append((name, layer.values))
         learned = None if positional is None else _learned(layer, positional)
@@ -85,12 +84,7 @@ def offset_kernels(
     # The caption needs four inches.
     axes = axes_without_data(ax, max(4.4, side * heads + 1.4), side * len(rows) + 0.9)
     # The place of the offset 0.
-    query = [
-        int(np.flatnonzero(kernels[dim].values == 0)[0])
-        if dim in kernels.coords
-        else kernels.sizes[dim] // 2
-        for dim in ("offset_y", "offset_x")
-    ]
+    query = [int(np.flatnonzero(kernels[dim].values == 0)[0]) for dim in ("offset_y", "offset_x")]
     for row, (_, layer_kernels) in enumerate(rows):
         for head, kernel in enumerate(layer_kernels):
             _draw_kernel(axes, kernel, query, row, head)
@@ -98,8 +92,7 @@ def offset_kernels(
     axes.set_ylim(len(rows) - 0.5 + _GAP, -0.5 - _GAP)
     axes.set_aspect("equal")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small")
-    labels = kernels["head"].values if "head" in kernels.coords else range(heads)
-    axes.set_xticks(range(heads), list(map(str, labels)), fontsize="small")
+    axes.set_xticks(range(heads), kernels["head"].values, fontsize="small")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set(xlabel=f"head\n{_CAPTION}", ylabel="layer")
@@ -107,13 +100,6 @@ def offset_kernels(
     if not axes.get_title():
         axes.set_title("the convolution inside each head", fontsize="small")
     return axes
-
-
-def _names(kernels: xr.DataArray) -> list[str]:
-    """Return short names of the layers; none if there is no coordinate."""
-    if "layer" not in kernels.coords:
-        return [""] * kernels.sizes["layer"]
-    return short_names(kernels.layer.values.tolist())
 
 
 def _draw_kernel(

@@ -225,7 +225,7 @@ def whole_number_ticks(axes: "Axes", along: xr.DataArray) -> None:
 
 def label_layers(axes: "Axes", places: Sequence[float], layers: Sequence[str]) -> None:
     """Label the horizontal axis with short names of layers, upright if they are many or long."""
-    names = short_names(layers) or [str(number) for number in range(len(places))]
+    names = short_names(layers)
     crowded = sum(len(name) + 2 for name in names) > letters_across(axes)
     axes.set_xticks(places, names, fontsize="small", rotation=90 if crowded else 0)
     axes.tick_params(axis="x", length=0)

@@ -250,5 +250,5 @@ def test_a_narrow_figure_has_its_legend_below_and_thin_lines() -> None:
     for first, second in itertools.combinations(boxes, 2):
         assert not first.overlaps(second)
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
-    with pytest.raises(ValueError, match="'beside' or 'below', got 'under'"):
+    with pytest.raises(ValueError, match="False or 'below', got 'under'"):
         tcnn_probe.plot.evolution(ds.gate, legend="under")  # type: ignore[arg-type]
