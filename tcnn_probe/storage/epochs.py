@@ -71,7 +71,6 @@ class EpochStore:
         self._marks = self._resumed_marks()
         self._lock: FileLock | None = None
         self._attempted: bytes | None = None
-        self._closed = False
 
     @property
     def name(self) -> str:
@@ -143,13 +142,11 @@ class EpochStore:
             attrs: Attributes of the root, in plain JSON; they replace attributes of the same names.
 
         StoreError if the mark is not greater than the last one, or not an integer where integers
-        are stored; if another recorder writes to the store; or if the store was deleted, damaged or
-        closed. ValueError for values of another shape, and for a scalar that has the name of
-        something else. After these errors, and after errors of the store itself, earlier marks are
-        unchanged, and the same mark can be tried again.
+        are stored; if another recorder writes to the store; or if the store was deleted or damaged.
+        ValueError for a scalar that has the name of something else. After these errors, and after
+        errors of the store itself, earlier marks are unchanged, and the same mark can be tried
+        again.
         """
-        if self._closed:
-            raise StoreError(f"{self._place.name} was closed: open it again to continue it")
         self.check_order(mark)
         if self._marks:
             mark = type(self._marks[-1])(mark)
@@ -190,7 +187,6 @@ class EpochStore:
 
     def close(self) -> None:
         """Release the lock. The recording can still be read. This may be called more than once."""
-        self._closed = True
         if self._lock is not None:
             release(self._lock)
 

@@ -41,7 +41,8 @@ def open_recordings(target: Source | Mapping[str, Source] | Iterable[Source]) ->
 
     Args:
         target: Path, URL or zarr store of a recording, or several of them. Runs are named by the
-            part of their paths in which they differ; a mapping gives other names.
+            part of their paths in which they differ; a mapping gives other names, and those of
+            stores.
 
     Returns:
         A tree of lazily loaded groups, all over the same marks (and runs, if there are several).
@@ -53,8 +54,7 @@ def open_recordings(target: Source | Mapping[str, Source] | Iterable[Source]) ->
 
     Raises:
         StoreError: A place is empty, holds something else, or holds a recording that is damaged or
-            has another schema version; or marks or variables of several recordings cannot be
-            joined.
+            has another schema version; or several recordings have marks of different kinds.
         ValueError: No recording is given, or two runs have the same name.
     """
     if isinstance(target, str | os.PathLike | Store):
@@ -67,8 +67,6 @@ def open_recordings(target: Source | Mapping[str, Source] | Iterable[Source]) ->
 
 def _by_name(targets: Sequence[Source]) -> dict[str, Source]:
     """Name recordings by the part of their paths in which they differ."""
-    if any(isinstance(target, Store) for target in targets):
-        raise ValueError("stores have no names: give a mapping, open({'seed 0': store, ...})")
     texts = [
         os.fspath(target).rstrip("/\\").removesuffix(".zarr")  # type: ignore[arg-type]
         for target in targets
@@ -146,9 +144,7 @@ def _group(
                 place = dim if dim in marks else f"{path}/{dim}"
                 absent[name][place] = labels[dim][lacking].tolist()
     names = dict.fromkeys(key for ds in datasets for key in ds.variables if key not in ds.dims)
-    variables = {
-        key: _variable(str(key), [ds.get(key) for ds in datasets], labels) for key in names
-    }
+    variables = {key: _variable([ds.get(key) for ds in datasets], labels) for key in names}
     first = next(ds for ds in datasets if ds.variables)
     coords = {
         dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {})
@@ -168,15 +164,8 @@ def _group(
     return group
 
 
-def _variable(
-    name: str, runs: Sequence[xr.DataArray | None], labels: Mapping[str, np.ndarray]
-) -> xr.Variable:
-    parts = [part for part in runs if part is not None]
-    if len({part.dims for part in parts}) > 1:
-        raise StoreError(
-            f"{name!r} has other dimensions in some runs: {sorted({part.dims for part in parts})}"
-        )
-    first = parts[0]
+def _variable(runs: Sequence[xr.DataArray | None], labels: Mapping[str, np.ndarray]) -> xr.Variable:
+    first = next(part for part in runs if part is not None)
     array = _Joined(runs, {str(dim): labels[str(dim)] for dim in first.dims})
     # As of a single recording, copies of float16 are in float32, which netCDF has.
     encoding = {"dtype": "float32"} if array.dtype == "float16" else {}
