@@ -358,19 +358,6 @@ class _Watch(AttentionListener):
                 of_heads = gradient[:, heads].to(dtype)
                 self._add(*key, heads, (of_heads * change).sum((-1, -2)))
 
-        watched: Tensor = _Watched.apply(outputs, receive)
-        return watched
-
-
-class _Watched(torch.autograd.Function):
-    """The identity, which passes its gradient to a function."""
-
-    @staticmethod
-    def forward(context: Any, outputs: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-        context.receive = receive
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        context.receive(gradient)
-        return gradient, None
+        if outputs.requires_grad:  # not in a part of the model that runs under torch.no_grad
+            outputs.register_hook(receive)
+        return outputs

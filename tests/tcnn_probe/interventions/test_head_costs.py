@@ -362,3 +362,19 @@ def test_importance_is_recorded_by_epoch() -> None:
     assert recorded.sel(head=1).isnull().all()
     # The images of the probe are not those that are measured.
     assert (recorder.dataset.images == 2).all()
+
+
+def test_layers_without_gradients_have_no_cost_to_first_order() -> None:
+    class Teacher(OfHeads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = OfHeads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                known = self.teacher(x)
+            return super().forward(x) + known
+
+    cost = tcnn_probe.head_importance(Teacher().eval(), torch.randn(2, 3, 24, 40), modes=["zero"])
+    assert (cost.sel(layer="attn") > 0).all()
+    assert cost.sel(layer="teacher.attn").isnull().all()
