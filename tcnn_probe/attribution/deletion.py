@@ -53,17 +53,7 @@ def deletion_curve(
         float64.
     """
     end = background(baseline, images)
-    return _curve(
-        model,
-        images,
-        end,
-        maps,
-        target,
-        steps=steps,
-        score=score,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    return _curve(model, images, end, maps, target, steps, score, batch_size, seed)
 
 
 def insertion_curve(
@@ -94,17 +84,7 @@ def insertion_curve(
         Share of pixels inserted, (S + 1,), and scores, (B, S + 1), as in :func:`deletion_curve`.
     """
     beginning = background(start, images)
-    return _curve(
-        model,
-        beginning,
-        images,
-        maps,
-        target,
-        steps=steps,
-        score=score,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    return _curve(model, beginning, images, maps, target, steps, score, batch_size, seed)
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
@@ -137,7 +117,6 @@ def _curve(
     after: Tensor,
     maps: Tensor,
     target: Tensor,
-    *,
     steps: int,
     score: Score | None,
     batch_size: int,
