@@ -52,11 +52,9 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
         Shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
 
     Raises:
-        ValueError: The tolerance is negative, or masks have another shape or dtype.
+        ValueError: Masks have another shape or dtype.
     """
     _check(maps, masks)
-    if not tolerance >= 0:
-        raise ValueError(f"expected a tolerance of at least 0 pixels, got {tolerance!r}")
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)

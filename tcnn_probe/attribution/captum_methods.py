@@ -103,7 +103,8 @@ def captum_maps(
 
     Raises:
         ValueError: The method, layer or interpolation is unknown; the layer has no map (B, C, H,
-            W); or a window or stride is out of range.
+            W).
+        AssertionError: captum refuses an option, such as a window larger than the image.
         TypeError: The method does not have an option.
     """
     cls = captum_class(method)
@@ -240,9 +241,4 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
     side = pair(window)
     if stride is None:
         stride = [max(1, length // 2) for length in side]
-    step = pair(stride)
-    if any(not 0 < length <= limit for length, limit in zip(side, size, strict=True)):
-        raise ValueError(f"expected a window within the image's {tuple(size)} pixels, got {window}")
-    if any(not 0 < length <= limit for length, limit in zip(step, side, strict=True)):
-        raise ValueError(f"expected a stride from 1 to the window's {side} pixels, got {stride}")
-    return {"sliding_window_shapes": (channels, *side), "strides": (channels, *step)}
+    return {"sliding_window_shapes": (channels, *side), "strides": (channels, *pair(stride))}

@@ -163,10 +163,6 @@ def ablate(
         raise ValueError("mode='replaced' needs source=, the model whose heads are put in")
     if kind_of(mode, with_images=False).takes_images and images is None:
         raise ValueError(f"mode={mode!r} needs images=, the images whose attention is used")
-    if mode in _MODES_WITH_RADIUS and (radius is None or not radius >= 0):
-        raise ValueError(
-            f"mode={mode!r} needs radius=, a distance of at least 0 patches; got {radius!r}"
-        )
     seed = None if seed is None else whole_number(seed, "seed")
     batches = None if images is None else as_batches(images, model)
     ablated = select_heads(model, heads, mode, with_images=images is not None)
@@ -175,9 +171,7 @@ def ablate(
         layers = {name: module for module, name in layer_names(source).items()}
         for entry in ablated:
             entry.source = _layer_of_source(entry, source, layers)
-    use_grids(model, ablated, queries)
-    for entry in ablated:
-        entry.radius = radius
+    use_grids(model, ablated, queries, radius)
     return Ablation(model, ablated, mode, batches, seed)
 
 

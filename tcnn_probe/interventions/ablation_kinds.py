@@ -394,7 +394,7 @@ class AveragedOverImages(Ablated):
         """
         for number, heads in call.heads_of(self).items():
             places = [self.indices.index(head) for head in heads]
-            output = self.reference.add_to(output, number, places, self.layer)
+            output = self.reference.add_to(output, number, places)
         return output
 
     def returned(self, call: LayerCall, output: Any) -> None:
@@ -411,7 +411,7 @@ class AveragedOverImages(Ablated):
                 # One head is enough, because a subsequent norm over heads would show with any head.
                 terms.check(self.indices[:1])
                 self.is_additive = True
-            self.reference.add(number, terms.of(*([head] for head in self.indices)), self.layer)
+            self.reference.add(number, terms.of(*([head] for head in self.indices)))
 
 
 class Replaced(Ablated):
@@ -437,12 +437,15 @@ class Replaced(Ablated):
         return output
 
 
-def use_grids(model: nn.Module, ablated: Sequence[Ablated], queries: str | None) -> None:
+def use_grids(
+    model: nn.Module, ablated: Sequence[Ablated], queries: str | None, radius: float | None
+) -> None:
     """Let kinds that depend on the grid find it,
     or all kinds if only ``queries="patches"`` are ablated.
 
     Raises:
-        ValueError: ``queries`` has another value, or a kind edits all queries at once.
+        ValueError: ``queries`` has another value, a kind edits all queries at once, or a radius is
+            missing.
     """
     if queries not in (None, "patches"):
         raise ValueError(f"expected queries='patches' or None, got {queries!r}")
@@ -452,6 +455,12 @@ def use_grids(model: nn.Module, ablated: Sequence[Ablated], queries: str | None)
             raise ValueError(
                 f"queries='patches' is not for mode={entry.mode!r}, which edits all queries at once"
             )
+        if isinstance(entry, Local) and (radius is None or not radius >= 0):
+            raise ValueError(
+                f"mode={entry.mode!r} needs radius=, a distance of at least 0 patches; got "
+                f"{radius!r}"
+            )
+        entry.radius = radius
         is_on_patches = queries is not None or isinstance(entry, OnPatches)
         entry.grids = finder if is_on_patches else None
 

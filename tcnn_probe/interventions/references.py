@@ -87,13 +87,8 @@ class ReferenceStatistics:
         """
         return ""
 
-    def _by_image(self, rows: Tensor, layer: str) -> Tensor:
+    def _by_image(self, rows: Tensor) -> Tensor:
         """Return (images * windows, ...) as (images, windows, ...)."""
-        if rows.shape[0] % self.images:
-            raise ValueError(
-                f"{layer!r} gives {rows.shape[0]} rows for {self.images} images, so the rows of an "
-                "image are not known"
-            )
         return rows.unflatten(0, (self.images, -1))
 
 
@@ -123,8 +118,7 @@ class AttentionReference(ReferenceStatistics):
         """Add the attention of the current batch, (images * windows, all heads, N_query, N_key)."""
         attention = self._by_image(
             # In a sum in half precision, the last images would be lost by rounding.
-            weights[:, list(heads)].to(at_least_float32(weights.dtype)),
-            layer,
+            weights[:, list(heads)].to(at_least_float32(weights.dtype))
         )
         if number in self._attention:
             attention = torch.cat([self._attention[number], attention])
@@ -205,8 +199,6 @@ class AttentionReference(ReferenceStatistics):
             attention.queries,
             attention.keys if self.whole else attention.content_keys,
         )
-        if number not in self._attention:
-            raise ValueError(f"{layer!r} did not attend when attention was taken over images=")
         reference = self._attention[number]
         windows, _, *size = reference.shape[1:]
         if rows % windows or size != [queries, keys]:
@@ -306,37 +298,23 @@ class TermReference(ReferenceStatistics):
         super().__init__()
         self._sums: dict[int, tuple[Tensor, int]] = {}
 
-    def add(self, number: int, terms: Sequence[Tensor], layer: str) -> None:
+    def add(self, number: int, terms: Sequence[Tensor]) -> None:
         """Add the terms of each head in one attention of the layer's call,
         (images * windows, ...) each.
         """
-        sums = [
-            self._by_image(term, layer).sum(0, dtype=at_least_float32(term.dtype)) for term in terms
-        ]
+        sums = [self._by_image(x).sum(0, dtype=at_least_float32(x.dtype)) for x in terms]
         stacked = torch.stack(sums)
         before, count = self._sums.get(number, (torch.zeros_like(stacked), 0))
         self._sums[number] = before + stacked, count + self.images
 
-    def add_to(self, output: Tensor, number: int, places: Sequence[int], layer: str) -> Tensor:
+    def add_to(self, output: Tensor, number: int, places: Sequence[int]) -> Tensor:
         """Return the output, (B * windows, ...),
         with the mean terms of heads at some positions added.
         """
-        if number not in self._sums:
-            raise ValueError(f"{layer!r} did not run when means were taken over images=")
         sums, count = self._sums[number]
         # Terms of heads add up, so that several heads are replaced at once.
         mean = (sums[list(places)].sum(0) / count).to(output)
-        windows = mean.shape[0]
-        if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
-            raise ValueError(
-                f"expected images of the size of images=: {layer!r} gave {tuple(mean.shape)} for "
-                f"one of these, and now {tuple(output.shape)} for all"
-            )
-        return (
-            output + mean[0]
-            if windows == 1
-            else (output.unflatten(0, (-1, windows)) + mean).flatten(0, 1)
-        )
+        return (output.unflatten(0, (-1, len(mean))) + mean).flatten(0, 1)
 
 
 def check_reconstruction(attention: Attention) -> None:

@@ -57,14 +57,11 @@ class Rungs:
         for mode in modes:
             if mode in _REFUSED:
                 raise ValueError(f"expected modes such as {RUNGS}, got {mode!r}")
-            if mode in ("local", "distant") and radius is None:
-                raise ValueError(f"mode={mode!r} needs radius=, a distance in patches")
             entries[mode] = select_heads(model, heads, mode)
             for entry in entries[mode]:
                 entry.strict = False
-                entry.radius = radius
         rungs = cls(model, entries)
-        use_grids(model, rungs.all, queries)
+        use_grids(model, rungs.all, queries, radius)
         over_images = [entry for entry in rungs.all if entry.takes_images]
         if over_images:
             given = images if reference is None else reference

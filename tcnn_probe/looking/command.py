@@ -84,10 +84,7 @@ def _listed(path: Path) -> list[str]:
     lines = [
         line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()
     ]
-    names = [line for line in lines if line]
-    if not names:
-        raise ValueError(f"--models: {path} names no model")
-    return names
+    return [line for line in lines if line]
 
 
 def _with_weights(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,7 @@ def saliency_overlay(
     panels = (
         _new_axes(pictures, list(by_method))
         if axes is None
-        else _as_grid(axes, count, len(by_method))
+        else np.asarray(axes, dtype=object).reshape(count, len(by_method))
     )
     for column, values in enumerate(by_method.values(), panels.shape[1] - len(by_method)):
         for row, image in enumerate(pictures):
@@ -98,8 +98,6 @@ def _preparation(maps: Any) -> dict[str, Any] | None:
 def _by_method(maps: Any) -> dict[str, np.ndarray]:
     """Return maps (image, y, x) by the name of their method."""
     if isinstance(maps, xr.Dataset):
-        if not maps.data_vars:
-            raise ValueError("expected at least one map, got a Dataset without variables")
         return {str(name): _by_image(values) for name, values in maps.data_vars.items()}
     maps = check_array(maps, "maps")
     return {str(maps.attrs.get("method", maps.name or "")): _by_image(maps)}
@@ -110,16 +108,6 @@ def _by_image(values: xr.DataArray) -> np.ndarray:
     return np.asarray(
         select_dims(values, "maps", ("image", "y", "x")).transpose("image", "y", "x").values
     )
-
-
-def _as_grid(axes: Any, rows: int, columns: int) -> np.ndarray:
-    panels = np.asarray(axes, dtype=object)
-    if panels.size != rows * columns:
-        raise ValueError(
-            f"expected axes for {rows} images and {columns} methods, {rows * columns}, got "
-            f"{panels.size}"
-        )
-    return panels.reshape(rows, columns)
 
 
 def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, SupportsIndex, cast, get_args
 
-import numpy as np
 from torch import Tensor
 
 from tcnn_probe.models import image_numbers, whole_number
@@ -164,10 +163,7 @@ def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | flo
             return operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(f"expected an integer for {along}, got {value!r}") from error
-    number = _parse_float(along, cast(SupportsFloat, value))
-    if not np.isfinite(number):
-        raise ValueError(f"expected a finite number for {along}, got {number}")
-    return number
+    return _parse_float(along, cast(SupportsFloat, value))
 
 
 def _parse_float(name: str, value: SupportsFloat) -> float:

@@ -4,7 +4,6 @@ We may not distribute the published photographs. The texture has their mean colo
 accuracies under it differ from those under ImageNet-C's frost.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ def read_photographs(pictures: Any) -> list[NDArray[Any]]:
             if file.suffix.lower() in (".png", ".jpg", ".jpeg")
         )
         pictures = [_read(file) for file in files]
-    if not isinstance(pictures, Sequence | np.ndarray) or not all(
-        isinstance(x, np.ndarray) for x in pictures
-    ):
-        raise TypeError(
-            "expected frost to be a folder, or several arrays (H, W, 3); got "
-            f"{type(pictures).__name__}"
-        )
     if not len(pictures):
         raise ValueError("expected at least one picture of frost, .png or .jpg, got none")
     return [_as_picture(array) for array in pictures]
@@ -52,13 +44,11 @@ def _read(file: Path) -> NDArray[Any]:
 
 def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
     picture = array / 255 if array.dtype == np.uint8 else np.asarray(array, dtype=float)
-    if picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
-        raise ValueError(f"expected a picture of frost of shape (H, W, 3), got {array.shape}")
     # The condition `min < 0 or max > 1` would let NaN pass.
-    if not (picture.min() >= 0 and picture.max() <= 1):
+    if picture.shape[2:] != (3,) or not (picture.min() >= 0 and picture.max() <= 1):
         raise ValueError(
-            f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to "
-            f"{picture.max():.3g}"
+            "expected pictures of frost of shape (H, W, 3), in [0, 1] or uint8; got the shape "
+            f"{picture.shape} and values from {picture.min():.3g} to {picture.max():.3g}"
         )
     return picture
 

@@ -222,12 +222,6 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
             ValueError,
             "expected 'blur', a number or an image, got 'noise'",
         ),
-        (
-            first,
-            {"masks": MASKS, "tolerance": -1},
-            ValueError,
-            "at least 0 pixels, got -1",
-        ),
     ],
 )
 def test_bad_arguments_are_refused(

@@ -354,6 +354,12 @@ def test_bad_arguments_are_refused() -> None:
         match="images= is for mode='mean' or 'convolutional' or 'static' or 'salient'",
     ):
         tcnn_probe.ablate(model, images=x)
+    with pytest.raises(
+        ValueError, match="queries='patches' is not for mode='mean', which edits all"
+    ):
+        tcnn_probe.ablate(model, mode="mean", images=x, queries="patches")
+    with pytest.raises(ValueError, match="expected queries='patches' or None, got 'class'"):
+        tcnn_probe.ablate(model, queries="class")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected images, got none"):
         tcnn_probe.ablate(model, mode="static", images=[])
     with pytest.raises(TypeError, match="an integer from 0 for seed"):

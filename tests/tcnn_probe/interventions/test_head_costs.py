@@ -317,6 +317,9 @@ def test_forms_of_images_and_targets() -> None:
         tcnn_probe.head_costs(model, x, modes=["positional"])
     with pytest.raises(ValueError, match="'local' needs radius="):
         tcnn_probe.head_importance(model, x, modes=["local"])
+    model.register_forward_hook(lambda *_: "boxes")
+    with pytest.raises(TypeError, match="to return tensors with an axis of images, got str"):
+        tcnn_probe.head_costs(model, x, modes=["zero"])
 
 
 def test_heads_that_another_ablation_edits() -> None:

@@ -26,16 +26,15 @@ def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pictures", "error", "message"),
+    ("pictures", "message"),
     [
-        (7, TypeError, "a folder, or several arrays"),
-        ([np.zeros((5, 7, 4))], ValueError, r"shape \(H, W, 3\), got \(5, 7, 4\)"),
-        ([np.full((5, 7, 3), 1.5)], ValueError, "got 1.5 to 1.5"),
-        ([np.full((5, 7, 3), np.nan)], ValueError, "got nan"),
+        ([np.zeros((5, 7, 4))], r"shape \(H, W, 3\), .* got the shape \(5, 7, 4\)"),
+        ([np.full((5, 7, 3), 1.5)], "values from 1.5 to 1.5"),
+        ([np.full((5, 7, 3), np.nan)], "values from nan"),
     ],
 )
-def test_bad_pictures_are_refused(pictures: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_pictures_are_refused(pictures: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_photographs(pictures)
 
 
