@@ -39,6 +39,13 @@ def _unshifted(block: Any, size: Sequence[int]) -> Windows:
     return Windows(grid, pair(block.window_size) if block.window_size else grid)
 
 
+def _cvt(layer: Any) -> bool:
+    """Return whether the convolution of the keys is centred at the first pixel of each cell."""
+    convolution = layer.convolution_projection_key.convolution_projection.convolution
+    sides = zip(convolution.kernel_size, convolution.padding, strict=True)
+    return all(side == 1 + 2 * padding for side, padding in sides)
+
+
 def _hiera(encoder: Any) -> Sequence[MaskUnits]:
     schedules = encoder.schedule.values()
     return [MaskUnits(tuple(size), strides) for strides, size in schedules]
@@ -52,6 +59,7 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
         not_in_raster_order="Hiera's tokens are ordered by mask unit, and the positions of the "
         "units are unknown",
     ),
+    "transformers.models.cvt.modeling_cvt.CvtSelfAttention": LayerRecord(strided=_cvt),
     # These blocks cut the windows, so their attention sees single windows only.
     "transformers.models.donut.modeling_donut_swin.DonutSwinLayer": LayerRecord(windows=_swin),
     "transformers.models.got_ocr2.modeling_got_ocr2.GotOcr2VisionLayer": LayerRecord(windows=_sam),

@@ -15,7 +15,9 @@ from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import (
     TOLERANCE,
+    Family,
     check,
+    check_family,
     expect,
     recorded,
     same,
@@ -187,6 +189,17 @@ def test_projections_inside_an_attention_are_not_attention_layers() -> None:
     # output.
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
         assert not torch.equal(model(images).last_hidden_state, hidden_state)
+
+
+def test_keys_of_strided_convolutions() -> None:
+    """Those of CvT have 3 x 3 pixels and padding, so they are centred at every second pixel."""
+    layouts = {
+        "*stages.0*": Layout(grid(16, 24), grid(8, 12, spacing=(2, 2))),
+        "*stages.1*": Layout(grid(8, 12), grid(4, 6, spacing=(2, 2))),
+        "*": Layout(grid(4, 6, prefix=1), grid(2, 3, prefix=1, spacing=(2, 2)), class_query=True),
+    }
+    make = of("Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3])
+    check_family(Family("cvt", make, (64, 96), layouts, flattest=0.99))
 
 
 @pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")  # groups are not patches
