@@ -8,8 +8,11 @@ Measures that exist for single images are returned by image, for
 
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores
 from tcnn_probe.representation.cka import linear_cka
-from tcnn_probe.representation.dense_probe import dense_probe, layer_dense_probe
-from tcnn_probe.representation.linear_probe import linear_probe_correct
+from tcnn_probe.representation.linear_probes import (
+    dense_probe,
+    layer_dense_probe,
+    linear_probe_correct,
+)
 from tcnn_probe.representation.neighbors import average_precision, knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio, pca_energy
 from tcnn_probe.representation.token_similarity import token_cosine

@@ -1,15 +1,59 @@
-"""Linear probes of frozen feature maps: segmentation by a linear classifier of pixels."""
+"""Linear probes of frozen features: classes of images and of pixels by logistic regression."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
 
 from tcnn_probe.extras import needed_for
-from tcnn_probe.representation.arrays import as_array, feature_matrix
+from tcnn_probe.representation.arrays import as_array, feature_matrix, label_vector
 
-__all__ = ["dense_probe", "layer_dense_probe"]
+__all__ = ["dense_probe", "layer_dense_probe", "linear_probe_correct"]
+
+
+def _classifier(regularization: float) -> Any:
+    """Return scikit-learn's logistic regression on features of zero mean and unit variance."""
+    with needed_for("a linear probe"):
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with
+    # many channels.
+    return make_pipeline(StandardScaler(), LogisticRegression(C=1 / regularization, max_iter=5000))
+
+
+def linear_probe_correct(
+    features: ArrayLike,
+    labels: ArrayLike,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    *,
+    regularization: float = 1.0,
+) -> np.ndarray:
+    """Classify images by a linear classifier that is fitted to other images;
+    the mean of the result is its accuracy.
+
+    The classifier is scikit-learn's logistic regression on features of zero mean and unit variance.
+
+    Args:
+        features, labels: Images to classify, shapes (n, ...) and (n,).
+        train_features, train_labels: Images to fit, shapes (m, ...) and (m,).
+        regularization: Weight of the L2 penalty, 1 / C of scikit-learn.
+
+    Returns:
+        Right answers, bool, shape (n,).
+
+    Raises:
+        ValueError: Shapes do not fit, features are not finite, or there is a single class.
+    """
+    train, test = feature_matrix(train_features, "train_features"), feature_matrix(features)
+    model = _classifier(regularization).fit(
+        train, label_vector(train_labels, train, "train_labels")
+    )
+    return np.asarray(model.predict(test) == label_vector(labels, test))
 
 
 def dense_probe(
@@ -54,10 +98,7 @@ def dense_probe(
         ValueError: Shapes do not fit, features are not finite, or there is a single class.
     """
     with needed_for("a dense probe"):
-        from sklearn.linear_model import LogisticRegression
         from sklearn.metrics import jaccard_score
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
     cells, pixels = _cells(features, masks, "")
     train_cells, train_pixels = _cells(train_features, train_masks, "train_")
@@ -66,21 +107,13 @@ def dense_probe(
     counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)
     cell, label_index = counts.nonzero()
     weight = counts[cell, label_index]
-    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with
-    # many channels.
-    scaler, classifier = (
-        StandardScaler(),
-        LogisticRegression(C=1 / regularization, max_iter=5000),
-    )
     # A cell with pixels of several classes is a sample of each of them, weighted by the number of
     # these pixels.
     weights = {
         "standardscaler__sample_weight": weight,
         "logisticregression__sample_weight": weight,
     }
-    model = make_pipeline(scaler, classifier).fit(
-        train_cells[cell], classes[label_index], **weights
-    )
+    model = _classifier(regularization).fit(train_cells[cell], classes[label_index], **weights)
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
     groups = len(as_array(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
