@@ -71,38 +71,30 @@ def corrupt(
         ValueError: The images have another shape, or values out of range or NaN; or the corruption
             or the severity is unknown.
     """
+    draws: dict[str, Any] = {"seed": seed, "first": first, "frost": frost}
     if isinstance(images, Image.Image):
-        return Image.fromarray(
-            corrupt(
-                np.asarray(images),
-                corruption,
-                severity,
-                seed=seed,
-                first=first,
-                frost=frost,
-            )
-        )
+        return Image.fromarray(corrupt(np.asarray(images), corruption, severity, **draws))
+    if isinstance(images, Tensor):
+        pixels = corrupt(_channels_last(images), corruption, severity, **draws)
+        return torch.from_numpy(pixels).movedim(-1, -3).contiguous().to(images)
     method = named_corruption(corruption)
     options: dict[str, Any] = method.at(whole_number(severity, "severity", 1, 5))
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
     if method.name == "frost" and frost is not None:
         options["photographs"] = read_photographs(frost)
     batch = _as_batch(images)
-    corrupted: Any = torch.empty_like(batch) if isinstance(batch, Tensor) else np.empty_like(batch)
+    corrupted = np.empty_like(batch)
     scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
-        # Corruptions are computed in float64 for all dtypes, so that an array and a tensor of an
-        # image agree.
-        values = image.double().numpy() if isinstance(image, Tensor) else image.astype(np.float64)
+        # Corruptions are computed in float64 for all dtypes.
+        values = image.astype(np.float64)
         pixels = values / 255 if in_bytes else np.clip(values, 0, 1)
         random = _random_state(method, seed, first + number)
         result = np.clip(method.function(pixels, random, scale, **options), 0, 1)
         if in_bytes:
             # A cast alone would truncate, and darken images by half a level.
             result = np.rint(result * 255)
-        corrupted[number] = torch.from_numpy(result) if isinstance(batch, Tensor) else result
-    if isinstance(images, Tensor):
-        return corrupted.permute(0, 3, 1, 2).reshape(images.shape).contiguous().to(images.device)
+        corrupted[number] = result
     return corrupted.reshape(images.shape)
 
 
@@ -116,23 +108,8 @@ def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState
     return RandomState(MT19937(SeedSequence(seed, spawn_key=(place, number))))
 
 
-def _as_batch(images: Any) -> Any:
-    """View an array, or a tensor on the CPU, as (B, H, W, C)."""
-    if not isinstance(images, Tensor | np.ndarray):
-        raise TypeError(f"expected a tensor, an array or a PIL image, got {type(images).__name__}")
-    batch: Any = _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)
-    if min(batch.shape[1:3]) < _SMALLEST_SIDE or not len(batch):
-        size = f"{_SMALLEST_SIDE} x {_SMALLEST_SIDE}"
-        shape = tuple(images.shape)
-        raise ValueError(
-            f"expected at least one image, of at least {size} pixels; got shape {shape}"
-        )
-    if batch.dtype != np.uint8:
-        check_range(float(batch.min()), float(batch.max()))
-    return batch
-
-
-def _tensor_view(images: Tensor) -> Tensor:
+def _channels_last(images: Tensor) -> NDArray[Any]:
+    """Return a tensor (..., C, H, W) as an array (..., H, W, C)."""
     if not images.is_floating_point():
         raise TypeError(
             f"expected a floating-point tensor with values in [0, 1], got {images.dtype}"
@@ -140,13 +117,16 @@ def _tensor_view(images: Tensor) -> Tensor:
     if images.ndim not in (3, 4) or images.shape[-3] not in (1, 3):
         shapes = "(C, H, W) or (B, C, H, W) with 1 or 3 channels"
         raise ValueError(f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}")
-    return (
-        # NumPy corrupts images on the CPU, with the same random numbers for every device.
-        (images if images.ndim == 4 else images[None]).detach().permute(0, 2, 3, 1).cpu()
-    )
+    # NumPy corrupts images on the CPU, with the same random numbers for every device, and has no
+    # bfloat16.
+    images = images.detach().movedim(-3, -1).cpu()
+    return (images if images.dtype == torch.float32 else images.double()).numpy()
 
 
-def _array_view(images: NDArray[Any]) -> NDArray[Any]:
+def _as_batch(images: Any) -> NDArray[Any]:
+    """View an array as (B, H, W, C)."""
+    if not isinstance(images, np.ndarray):
+        raise TypeError(f"expected a tensor, an array or a PIL image, got {type(images).__name__}")
     if images.dtype != np.uint8 and images.dtype.kind != "f":
         raise TypeError(f"expected an array of uint8, or of floats in [0, 1], got {images.dtype}")
     if images.ndim not in (2, 3, 4) or (images.ndim > 2 and images.shape[-1] not in (1, 3)):
@@ -155,6 +135,13 @@ def _array_view(images: NDArray[Any]) -> NDArray[Any]:
             f"got shape {images.shape}; a batch without channels is images[..., None], and "
             "channels come first in tensors only"
         )
-    if images.ndim == 2:
-        return images[None, ..., None]
-    return images[None] if images.ndim == 3 else images
+    batch = images[..., None] if images.ndim == 2 else images
+    batch = batch[None] if batch.ndim == 3 else batch
+    if min(batch.shape[1:3]) < _SMALLEST_SIDE or not len(batch):
+        size = f"{_SMALLEST_SIDE} x {_SMALLEST_SIDE}"
+        raise ValueError(
+            f"expected at least one image, of at least {size} pixels; got shape {images.shape}"
+        )
+    if batch.dtype != np.uint8:
+        check_range(float(batch.min()), float(batch.max()))
+    return batch
