@@ -249,8 +249,9 @@ class _Subject:
         height, width = config["input_size"][1:]
         if config.pop("guessed", False):
             warnings.warn(
-                f"how {name} takes pictures is unknown: they are cropped to {height} x {width} "
-                "pixels and normalised by ImageNet's mean and standard deviation",
+                f"the size of pictures that {name} takes is unknown: they are cropped to {height} "
+                f"x {width} pixels (size=, --size sets another), and normalised by the mean "
+                f"{config['mean']} and the standard deviation {config['std']}",
                 RuntimeWarning,
                 stacklevel=3,
             )

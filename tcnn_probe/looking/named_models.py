@@ -303,6 +303,9 @@ def _of_processor(processor: Any, size: int | None) -> dict[str, Any]:
     elif crop.get("height") and sides.get("shortest_edge"):
         options["input_size"] = (3, crop["height"], crop["width"])
         options["crop_pct"] = crop["height"] / sides["shortest_edge"]
+    elif size is None:
+        # Detectors take whole photographs, of any size.
+        options["guessed"] = True
     if size is not None:
         options["input_size"] = (3, size, size)
     return options

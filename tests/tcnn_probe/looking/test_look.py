@@ -333,6 +333,22 @@ def test_a_folder_of_hugging_face_says_how_it_takes_pictures(
     torch.testing.assert_close(prepare([picture], preparation), expected, atol=1.01 * level, rtol=0)
 
 
+def test_a_crop_that_a_processor_of_detectors_does_not_make_is_said(
+    photographs: Path, tmp_path: Path
+) -> None:
+    transformers = need("transformers")
+    config = transformers.Dinov2Config(
+        image_size=28, hidden_size=12, num_hidden_layers=1, num_attention_heads=3
+    )
+    transformers.Dinov2Model(config).save_pretrained(tmp_path / "model")
+    processor = transformers.DetrImageProcessor(size={"shortest_edge": 38, "longest_edge": 50})
+    processor.save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+    with pytest.warns(RuntimeWarning, match="they are cropped to 28 x 28 pixels .size="):
+        tcnn_probe.look(name, photographs, tmp_path / "page.html", shown=1, limit=2)
+    tcnn_probe.look(name, photographs, tmp_path / "other.html", shown=1, limit=2, size=42)
+
+
 @pytest.mark.study
 def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) -> None:
     folder, page = str(photographs), str(tmp_path / "page.html")
