@@ -1,12 +1,13 @@
 """Checkpoints of a training run, which are written atomically and checked when they are read."""
 
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from tcnn_model import durable_files
 
 __all__ = [
     "check_sums",
@@ -37,36 +38,19 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace the file in one step. When this returns, the file survives a loss of power.
+    """Replace a file, in a folder that is created, by
+    :func:`tcnn_model.durable_files.write_file`.
 
     Raises:
         OSError: The disk is full, or the file cannot be written. The previous file is then
             unchanged.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            # Without fsync before the renaming, a loss of power could leave a file with the new
-            # name but without its bytes.
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)  # half a checkpoint would keep a full disk full
-        if isinstance(error, OSError):
-            raise OSError(f"cannot write {path}: {error}") from error
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            # The name is stored in the folder: without this fsync a loss of power could undo the
-            # renaming.
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable_files.write_file(path, write)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def check_sums(path: str | Path) -> None:

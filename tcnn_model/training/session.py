@@ -174,10 +174,10 @@ class RunFolder:
         self.processes.wait()  # other processes may still read files that are deleted next
         if self.processes.first:
             partials = [
-                self.path / f"{name}.partial"
+                self.path / f".{name}.partial"
                 for name in ("config.toml", "classes.csv", "epochs.csv", "best.pt")
             ]
-            for partial in [*partials, *self._checkpoints.glob("*.pt.partial")]:
+            for partial in [*partials, *self._checkpoints.glob(".*.pt.partial")]:
                 partial.unlink(missing_ok=True)
             if training.history:
                 self._settle(training)

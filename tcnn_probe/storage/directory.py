@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from zarr.abc.buffer import Buffer
 from zarr.storage import LocalStore
 
+from tcnn_model.durable_files import sync_folder, write_file
 from tcnn_probe.schema import StoreError
 
 __all__ = ["DurableStore", "delete_unfinished", "new_directory", "release", "restore", "take_lock"]
@@ -39,26 +40,7 @@ class DurableStore(LocalStore):
                 f"expected folders on the way to {path}, got a link: it is not followed"
             )
         make_folder(path.parent, self.root)
-        write_file(path, data)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file in one step: after a kill or a loss of power it has either content whole."""
-    # The name is fixed, so that the file of a killed run is overwritten.
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # it may be a link
-    try:
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            # Without fsync before the renaming, a loss of power could leave a renamed file without
-            # its bytes.
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        write_file(path, lambda file: file.write(data))
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:
@@ -70,15 +52,6 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
         make_folder(folder.parent, root)
         folder.mkdir(exist_ok=True)  # other chunks are written at the same time
         sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def take_lock(directory: Path) -> FileLock:
