@@ -2,6 +2,7 @@
 with hooks that have no effect in copies of it.
 """
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -35,6 +36,9 @@ __all__ = [
     "outermost_call",
     "without_nested",
 ]
+
+
+_NUMBERING = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -159,9 +163,14 @@ class Calls(Generic[C]):
         """Remove hooks whose handles were not kept, as Ctrl-C came while they were added."""
         for module in self.module.modules():
             tables = hook_tables(module)
-            own = {n for hooks in tables for n, hook in hooks.items() if _owner_of(hook) is self}
+            others = {
+                number
+                for hooks in tables
+                for number, hook in hooks.items()
+                if callable(hook) and _owner_of(hook) is not self
+            }
             for hooks in tables:
-                for number in own & hooks.keys():
+                for number in hooks.keys() - others:
                     del hooks[number]
 
     def current(self) -> C | None:
@@ -306,10 +315,7 @@ class _CompiledAway(CopySafeHook):
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
-    """Return a hook without effect for a copy, and reserve its number,
-    so that no new hook of this process gets it.
-    """
-    RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
+    """Return a hook without effect for a copy."""
     hook = kind(None)
     hook.number = number
     return hook
@@ -343,8 +349,23 @@ def add_hook(
         )
     else:
         handle = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
-    hook.number = handle.id
+    with _NUMBERING:
+        hook.number = handle.id = _renumber(module, handle.id, first=first)
     return handle
+
+
+def _renumber(module: nn.Module, number: int, *, first: bool) -> int:
+    """Give a hook the highest number below zero that is free in its module, and return it."""
+    # A graph of torch.compile is only valid for hooks of the same numbers, and torch never uses one
+    # twice. Nor does it use these, so that a loaded copy keeps the numbers of its hooks to itself.
+    tables: list[Any] = hook_tables(module)  # torch's annotation is dict, but they are OrderedDicts
+    free = next(n for n in itertools.count(-1, -1) if not any(n in hooks for hooks in tables))
+    for hooks in tables:
+        if number in hooks:
+            hooks[free] = hooks.pop(number)
+            if first:
+                hooks.move_to_end(free, last=False)
+    return free
 
 
 @contextmanager

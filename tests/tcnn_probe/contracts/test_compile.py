@@ -131,6 +131,21 @@ def test_training_with_an_evaluation_after_each_epoch(
     assert clean()
 
 
+def test_recorders_that_follow_each_other_run_the_same_graph() -> None:
+    """torch would compile another one for hooks with other numbers, but at most eight."""
+    x, backend = images(), Counting()
+    model = torch.compile(vit(depth=1), backend=backend, fullgraph=True)
+    for _ in range(9):
+        with tcnn_probe.record(model) as recorder:
+            model.train()(x)
+            model.eval()(x)
+            recorder.mark(epoch=0)
+    assert (backend.graphs, backend.runs) == (1, 9)
+    for _ in range(2):  # without hooks
+        model.train()(x)
+    assert (backend.graphs, backend.runs) == (2, 11)
+
+
 @pytest.mark.skipif(not HAS_COUNT, reason="torch does not refuse it")
 @pytest.mark.parametrize("way", ["in place", "wrapper"])
 def test_whole_graphs_with_the_hooks_inside_are_refused(way: str) -> None:
