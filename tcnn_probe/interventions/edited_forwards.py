@@ -95,7 +95,11 @@ def edited_model(
             forwards.attach()
             yield forwards
     finally:
-        forwards.detach()
+        try:
+            forwards.detach()
+        except KeyboardInterrupt:
+            forwards.detach()  # Ctrl-C interrupted the first attempt
+            raise
 
 
 def collect_references(

@@ -20,6 +20,7 @@ import tcnn_probe
 from tcnn_probe.attention import head_editor, stream
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.hooks import calls, compilation, forwards, modes
+from tcnn_probe.interventions.edited_forwards import ModelCalls
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
 from tests.tcnn_probe.contracts.helpers import Trace, vit
@@ -183,6 +184,21 @@ def test_an_ablation_that_is_interrupted_as_it_begins_or_ends_has_ended() -> Non
         assert torch.equal(model(images), expected), place
         assert Trace(model) == trace, place
     gc.unfreeze()
+
+
+def test_an_ablation_that_is_interrupted_as_it_leaves_the_model_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(forwards: ModelCalls) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model = vit()
+    trace = Trace(model)
+    monkeypatch.setattr(ModelCalls, "detach", interrupt)
+    with pytest.raises(KeyboardInterrupt), tcnn_probe.ablate(model):
+        pass
+    assert Trace(model) == trace
 
 
 @pytest.mark.parametrize(
