@@ -4,7 +4,7 @@ import json
 import operator
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat, SupportsIndex, cast, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import Tensor
 
@@ -154,16 +154,14 @@ def _netcdf(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
-def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
+def _parse_number(along: str, value: Any) -> int | float:
     """Parse an epoch or a value of another coordinate; integers stay integers."""
-    # Tensors of floats are instances of SupportsIndex, too, although index() fails on them.
-    is_float = isinstance(value, Tensor) and value.dtype.is_floating_point
-    if along == "epoch" or (isinstance(value, SupportsIndex) and not is_float):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError as error:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        if along == "epoch":
             raise TypeError(f"expected an integer for {along}, got {value!r}") from error
-    return _parse_float(along, cast(SupportsFloat, value))
+    return _parse_float(along, value)
 
 
 def _parse_float(name: str, value: SupportsFloat) -> float:
