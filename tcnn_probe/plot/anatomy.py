@@ -13,6 +13,7 @@ from tcnn_probe.plot.style import (
     OKABE_ITO,
     axes_without_data,
     axis_label,
+    check_not_empty,
     label_layers,
     legend_above,
     legend_below,
@@ -125,8 +126,7 @@ def _parts(ds: xr.Dataset) -> xr.DataArray:
     parts = parts.where(ds.selectivity.notnull()).clip(0).load()
     parts = parts.transpose("part", ..., "layer", "head")
     parts = parts.dropna("layer", how="all").dropna("head", how="all")
-    if not parts.size:
-        raise ValueError("nothing to draw: the parts are all NaN")
+    check_not_empty(parts, "the parts")
     return parts
 
 

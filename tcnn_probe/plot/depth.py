@@ -12,6 +12,7 @@ from tcnn_probe.plot.style import (
     axes_without_data,
     axis_label,
     check_array,
+    check_not_empty,
     label_layers,
     legend_above,
     select_dims,
@@ -60,9 +61,7 @@ def depth(
     values = values.transpose("layer", "head").dropna("layer", how="all")
     if uniform is None and values.name == "attention_distance":
         uniform = values.coords.get("uniform_distance")
-    if not values.size:
-        name = "the values" if values.name is None else values.name
-        raise ValueError(f"nothing to draw: {name} are all NaN")
+    check_not_empty(values, values.name)
     layers = values.sizes["layer"]
     axes = axes_without_data(ax, min(12, max(6.4, 2 + layers / 3)), 4)
     x = np.arange(layers)

@@ -11,6 +11,7 @@ from tcnn_probe.plot.style import (
     axes_or_current,
     axis_label,
     check_array,
+    check_not_empty,
     legend_below,
     legend_beside,
     letters_across,
@@ -86,9 +87,7 @@ def evolution(
     colors = sequential_colors(layers) if colors is None else list(colors)
     if len(colors) < layers:
         raise ValueError(f"expected a colour for each of the {layers} layers, got {len(colors)}")
-    if not values.notnull().any():
-        name = "the values" if values.name is None else values.name
-        raise ValueError(f"nothing to draw: {name} are all NaN")
+    check_not_empty(values, values.name)
     axes, along = axes_or_current(ax), values[marks[0]]
     for number in range(layers):
         layer = by_layer.isel(layer=number)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tcnn_probe.plot.style import (
     axes_without_data,
     check_array,
+    check_not_empty,
     select_dims,
     short_names,
 )
@@ -69,8 +70,7 @@ def offset_kernels(
         kernels = kernels.expand_dims("layer")
     kernels = kernels.transpose("layer", "head", "offset_y", "offset_x")
     kernels = kernels.dropna("layer", how="all").load()
-    if not kernels.size:
-        raise ValueError("nothing to draw: the kernels are all NaN")
+    check_not_empty(kernels, "the kernels")
     rows: list[tuple[str, NDArray[Any]]] = []
     for number, name in enumerate(short_names(kernels.layer.values)):
         layer = kernels.isel(layer=number)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array",
-    "check_pixel", "draw_box", "draw_image", "draw_map", "empty_figure", "finish_grid",
-    "image_array", "label_layers", "legend_above", "legend_below", "legend_beside",
+    "check_not_empty", "check_pixel", "draw_box", "draw_image", "draw_map", "empty_figure",
+    "finish_grid", "image_array", "label_layers", "legend_above", "legend_below", "legend_beside",
     "letters_across", "select_dims", "sequential_colors", "short_names",
     "whole_number_ticks", "wrap_name",
 ]  # fmt: skip
@@ -163,16 +163,20 @@ def legend_below(axes: "Axes") -> None:
     figure, root = axes.figure, axes.get_figure(root=True)
     _lay_out(root)
     handles, names = axes.get_legend_handles_labels()
-    # Each line of colour takes the space of seven letters.
-    columns = _letters(figure.bbox.width, root) // (max(map(len, names)) + 7)
     figure.legend(
         handles,
         names,
         loc="outside lower center",
         frameon=False,
         fontsize="small",
-        ncols=min(max(columns, 1), len(names)),
+        ncols=_columns(names, _letters(figure.bbox.width, root)),
     )
+
+
+def _columns(names: Sequence[str], letters: int) -> int:
+    """Return the number of a legend's columns that fit into a number of letters."""
+    # Each patch of colour takes the space of seven letters.
+    return min(max(letters // (max(map(len, names)) + 7), 1), len(names))
 
 
 def letters_across(axes: "Axes") -> int:
@@ -194,9 +198,7 @@ def legend_above(axes: "Axes") -> None:
     """Draw the legend between the axes and a title at their left, where it covers nothing."""
     _lay_out(axes.get_figure(root=True))
     names = axes.get_legend_handles_labels()[1]
-    # Each patch of colour takes the space of seven letters.
-    columns = letters_across(axes) // (max(map(len, names)) + 7)
-    columns = min(max(columns, 1), len(names))
+    columns = _columns(names, letters_across(axes))
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -244,6 +246,12 @@ def check_array(values: Any, name: str) -> xr.DataArray:
             f"expected {name} as an xarray.DataArray{hint}; got {type(values).__name__}"
         )
     return values
+
+
+def check_not_empty(values: xr.DataArray, name: Any) -> None:
+    """Raise ValueError if all values are NaN."""
+    if not values.notnull().any():
+        raise ValueError(f"nothing to draw: {name or 'the values'} are all NaN")
 
 
 def select_dims(
