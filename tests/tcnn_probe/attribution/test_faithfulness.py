@@ -215,6 +215,12 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
             ValueError,
             "options for 'gradcam', which is not one of",
         ),
+        (
+            {"mine": first},
+            {"options": {"gradcam": {}}},
+            ValueError,
+            r"which is not one of the methods to compute: \['mine'\]",
+        ),
         (first, {"steps": 0}, ValueError, "integer from 1 for steps, got 0"),
         (
             first,

@@ -18,6 +18,7 @@ from tests.tcnn_probe.attribution.models import (
     patchconvnet,
     transformer,
 )
+from tests.tcnn_probe.networks import small_resnet
 
 pytestmark = pytest.mark.numerical
 
@@ -224,6 +225,7 @@ def without_class_token() -> nn.Module:
             "starts from a class token, and this model has none",
         ),
         (OneBlock, (12, 20), "no attention was seen"),
+        (small_resnet, (32, 48), "around the GPSA layer 'layer4.0.conv1' convolutions move them"),
         (
             patchconvnet,
             CONVOLVED,
@@ -237,7 +239,7 @@ def test_models_that_rollout_cannot_follow_are_refused(
     with pytest.raises(ValueError, match=message):
         tcnn_probe.saliency(
             model(),
-            torch.randn(2, 2 if model is OneBlock else 3, *size),
+            torch.randn(2, {OneBlock: 2, small_resnet: 1}.get(model, 3), *size),
             method="rollout",
         )
 

@@ -44,6 +44,8 @@ def test_a_softmax_of_probabilities_is_refused(dtype: torch.dtype) -> None:
     images, targets = IMAGES.to(dtype), torch.full((3,), 2)
     with pytest.raises(ValueError, match=r"gives probabilities.*score=.logit"):
         deletion_curve(model, images, MAPS, targets, steps=3)
+    with pytest.raises(ValueError, match=r"score= to be one of .*'logit'\), got 'sofmax'"):
+        deletion_curve(model, images, MAPS, targets, steps=3, score="sofmax")  # type: ignore[arg-type]
     for options in ({}, {"score": "softmax"}):
         with pytest.raises(ValueError, match=r"gives probabilities.*score=.logit"):
             tcnn_probe.faithfulness(model, images, {"mine": MAPS}, steps=3, **options)
