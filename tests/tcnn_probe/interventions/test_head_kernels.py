@@ -1,5 +1,6 @@
 """Kernels of heads, fitted on all queries, and layers in which they have become convolutions."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -243,3 +244,15 @@ def test_convolved_tcnns_are_recorded() -> None:
     for layers in ("1", None):
         with pytest.raises(ValueError, match=r"are convolutions: edit heads .* before"):
             tcnn_probe.ablate(convolved, layers)
+
+
+def test_layers_without_kernels_are_named() -> None:
+    # Keys are averages over blocks of patches, whose centres lie between patches.
+    pvt = timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3).eval()
+    x = torch.randn(2, 3, 64, 96)
+    kernels = tcnn_probe.head_kernels(pvt, x)
+    assert kernels.layer.values.tolist() == ["stages.3.blocks.0.attn"]
+    reasons = json.loads(kernels.attrs["missing"])
+    assert [*reasons] == [f"stages.{stage}.blocks.0.attn" for stage in range(3)]
+    with pytest.raises(ValueError, match=r"has heads with kernels\n  stages.0.* no whole numbers"):
+        tcnn_probe.head_kernels(pvt, x, "stages.0.blocks.0.attn")
