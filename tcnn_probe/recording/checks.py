@@ -367,6 +367,17 @@ def doubtful_values(
         yield f"no content_information of {mixed[:3]} (of {len(mixed)} layers): {MIXED_SIZES}"
 
 
+def replaced_layers(collector: Collector, sums: Mapping[Key, EpochSums]) -> Iterator[str]:
+    """Yield a warning of layers without images whose modules others have replaced."""
+    have_run = {layer for (layer, _), total in sums.items() if total.images}
+    idle = dict.fromkeys(layer for layer, _ in collector.layers if layer not in have_run)
+    if replaced := [layer for layer in idle if module_name(layer) in collector.replaced]:
+        yield (
+            f"other modules took the places of {_shorten(replaced)} since record() was called, so "
+            "that these layers are NaN: call it again"
+        )
+
+
 def dropped_values(dropped: Mapping[str, Collection[str]]) -> Iterator[str]:
     """Yield a warning of layers, and of variables by layer, that the recording began without."""
     if dropped:
