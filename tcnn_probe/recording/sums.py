@@ -216,7 +216,8 @@ class RunningSums:
                 if earlier != shape:
                     raise ValueError(
                         f"expected {name!r} of shape {tuple(earlier)}, as of earlier images, got "
-                        f"{tuple(shape)}: give images of one size"
+                        f"{tuple(shape)}: give images of one size, and record a model anew, under "
+                        "another path, if you remove heads"
                     )
 
     def read(self) -> dict[Key, EpochSums]:

@@ -62,7 +62,7 @@ def test_mean_attention_of_gated_layers() -> None:
 def test_images_of_another_size_are_refused() -> None:
     model = nn.Sequential(GPSA(3, 4, 3, padding=1)).eval()
     wrong = pytest.raises(
-        ValueError, match=r"as of earlier images, got .*: give images of one size"
+        ValueError, match=r"as of earlier images, got .*: give images of one size, .* heads"
     )
     with wrong, tcnn_probe.record(model, probes=tcnn_probe.mean_attention()):
         model(torch.randn(2, 3, 7, 5))
