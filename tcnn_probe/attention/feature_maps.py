@@ -31,6 +31,8 @@ class FeatureMaps:
             H, W).
         patches: Number of patches if the model was called with patches in place of an image, else
             None.
+        numbers_differ: Whether the model was called with other rows and columns of patches for each
+            image.
         special: Class and register tokens, as far as the model shows them or the user gives them.
         embedding: Module that embeds patches: the first one with weights that gets an image.
         is_seeking: Whether that module is still to be called.
@@ -41,6 +43,7 @@ class FeatureMaps:
         self.size: tuple[int, int] | None = None
         self.is_deep = False
         self.patches: int | None = None
+        self.numbers_differ = False
         self.special = special
         self._joins: dict[int, tuple[int, ...]] = {}
         self.embedding: nn.Module | None = None
@@ -97,6 +100,7 @@ class FeatureMaps:
     def _restart(self) -> None:
         """Forget the feature maps of another image."""
         self.size = self.patches = None
+        self.numbers_differ = False
         self._channels = 0
         for shapes in (
             self._maps,
@@ -157,7 +161,11 @@ class FeatureMaps:
                 continue
             # They are read in each forward, because upright images have as many patches as wide
             # ones. Reading waits for the device, so they are copied at once.
-            if grid := _raster(positions.cpu()):
+            numbers = positions.cpu()
+            if numbers.ndim == 3:
+                self.numbers_differ |= bool((numbers != numbers[:1]).any())
+                numbers = numbers[0]
+            if not self.numbers_differ and (grid := _raster(numbers)):
                 return grid
         return None
 
@@ -322,13 +330,9 @@ def _channels_of(inputs: Sequence[Any]) -> set[int]:
 
 
 def _raster(positions: Tensor) -> Grid | None:
-    """Return the grid if positions, except for constant columns,
+    """Return the grid if positions (N, n), except for constant columns,
     are rows and columns in raster order; else None.
     """
-    if positions.ndim == 3:
-        if bool((positions != positions[:1]).any()):
-            return None
-        positions = positions[0]
     moving = [x.long() for x in positions.unbind(-1) if bool((x != x[0]).any())]
     if len(moving) != 2:
         return None

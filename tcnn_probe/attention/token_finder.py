@@ -236,6 +236,8 @@ class TokenFinder:
             )
             if self._places.differ:
                 facts.objections = OTHER_TOKENS, OTHER_TOKENS
+        if self.maps.numbers_differ:
+            facts.objections = OTHER_TOKENS, OTHER_TOKENS
         to_queries, to_keys = facts.objections
         if not to_queries and not to_keys:
             return layout

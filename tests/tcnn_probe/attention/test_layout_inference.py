@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe.attention.token_order import OTHER_TOKENS
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, distances, grid
 from tests.tcnn_probe.attention.checking import TOLERANCE, as_it_is, check, merged, same
 from tests.tcnn_probe.attention.sharpen import sharpen
@@ -256,6 +257,20 @@ def test_upright_images_have_another_grid_than_wide_ones_with_as_many_patches() 
     distance = recorder.dataset.attention_distance.isel(epoch=0, layer=0)
     np.testing.assert_allclose(distance, np.mean(expected, 0), atol=TOLERANCE)
     assert np.isnan(recorder.dataset.content_information).all()
+
+
+def test_upright_and_wide_images_of_one_batch_are_not_compared() -> None:
+    model, x = Packed().double().eval(), torch.randn(2, 15, DIM).double()
+    sizes = (3, 5), (5, 3)
+    positions = torch.stack(
+        [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for rows, columns in sizes]
+    )
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(x, positions)
+        recorder.mark(epoch=0)
+    for name in ("content_information", "attention_distance"):
+        assert recorder.missing[name]["attend"] == OTHER_TOKENS
+    assert np.isfinite(recorder.dataset.entropy).all()
 
 
 def test_reasons_for_missing_statistics() -> None:
