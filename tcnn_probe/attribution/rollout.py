@@ -140,7 +140,12 @@ class _TokenFlow(AttentionListener):
 
     def attends(self, attention: Attention) -> None:
         """Follow the tokens through one more layer."""
-        name, layer = attention.name, next(self._path)
+        name, layer = attention.name, next(self._path, None)
+        if layer is None or layer.layer != name:
+            raise UnsupportedMethodError(
+                f"rollout needs the same layers in every forward; {name!r} did not run at this "
+                "place in another one"
+            )
         if not layer.on_path:
             return
         if isinstance(attention.module, GPSA):

@@ -84,7 +84,10 @@ def _listed(path: Path) -> list[str]:
     lines = [
         line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()
     ]
-    return [line for line in lines if line]
+    names = [line for line in lines if line]
+    if not names:
+        raise ValueError(f"--models: {path} names no model")
+    return names
 
 
 def _with_weights(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, str]]:

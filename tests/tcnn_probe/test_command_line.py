@@ -338,7 +338,7 @@ def test_plot_draws_the_learned_filters_beside_the_kernels(
             ["plot", "{store}", "entropy", "-o", "x.png", "--layers", "blocks*"],
             "matches 'blocks*'; it has layer4",
         ),
-        (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "no/x.png"),
+        (["plot", "{store}", "entropy", "-o", "{tmp}/no/x.png"], "there is no folder {tmp}/no"),
         # Before the recording is read, which is not there.
         (["plot", "{tmp}/no", "entropy", "-o", "{tmp}"], "a figure, such as entropy.png, got"),
         (["report", "{tmp}/no", "-o", "{tmp}"], "a page, such as page.html, got the folder {tmp}"),

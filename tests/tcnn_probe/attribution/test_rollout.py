@@ -244,6 +244,27 @@ def test_models_that_rollout_cannot_follow_are_refused(
         )
 
 
+class Alternating(nn.Module):
+    """Transformer whose blocks run in the other order in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformer("deit_tiny_patch16_224")
+        self.calls = [0]  # also of copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        tokens = self.model._pos_embed(self.model.patch_embed(x))
+        for block in [*self.model.blocks][:: 1 if self.calls[0] % 2 else -1]:
+            tokens = block(tokens)
+        return self.model.forward_head(self.model.norm(tokens))
+
+
+def test_layers_in_another_order_in_the_second_forward_are_refused() -> None:
+    with pytest.raises(ValueError, match="rollout needs the same layers in every forward"):
+        tcnn_probe.saliency(Alternating(), torch.randn(2, 3, *SIZE), method="rollout")
+
+
 class Gate(nn.Module):
     """Model with a softmax between tokens that weighs no values, before the transformer."""
 

@@ -362,6 +362,10 @@ def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) 
     code, text = errors("resnet10t", folder, "-o", str(tmp_path / "new" / "page.html"), "--random")
     assert code == 2
     assert "there is no folder" in text
+    (tmp_path / "models.txt").write_text("# none yet")
+    code, text = errors(folder, "-o", page, "--models", str(tmp_path / "models.txt"))
+    assert code == 2
+    assert "names no model" in text
     code, text = errors("resnet10t", folder, "-o", page, "--random", "--limit", "2")
     assert code == 3
     assert "reparameterize" in text
