@@ -34,6 +34,8 @@ def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
     """
     x = feature_matrix(features, images=_LEAST_IMAGES)
     y = feature_matrix(others, "others", images=_LEAST_IMAGES)
+    if len(x) != len(y):
+        raise ValueError(f"expected features of the same images, got {len(x)} and {len(y)}")
     of_x, of_y = _products(x), _products(y)
     of_both, of_each = _hsic(of_x, of_y), (_hsic(of_x, of_x), _hsic(of_y, of_y))
     # An unbiased estimate can be negative, even for a matrix with itself. Then the images show no
