@@ -301,7 +301,7 @@ class HeadEditor(Calls[LayerCall]):
         elif isinstance(self.module, ConViTLayer):
             self._add(self.module.proj, self._edit_projected)
 
-    def begins(self, call: LayerCall) -> None:
+    def enter_call(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
         gates = self._gate_editors(call.gates)
@@ -338,7 +338,7 @@ class HeadEditor(Calls[LayerCall]):
             return []
         return [_GateEditor(getattr(self.module, name_of_gating(self.module)), gates)]
 
-    def returns(self, call: LayerCall, output: Any) -> Any:
+    def edit_output(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, which may add terms to the output."""
         if call.places is not None:
             self._tracked.add(call.sizes)

@@ -249,9 +249,9 @@ class AttentionStream:
         """Evidence of grids in the forward so far."""
         return self._tokens.maps
 
-    # The following methods implement tcnn_probe.hooks.forwards.Listener.
+    # The following methods implement tcnn_probe.hooks.forwards.ForwardListener.
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
+    def call_begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Ask the listener whether to follow the call; one with an empty batch is not followed."""
         if any(x.numel() == 0 for x in input_tensors(inputs)):
             return False
@@ -260,20 +260,20 @@ class AttentionStream:
         self._reset()
         self.verification.begin()
         is_whole = self._names[entry] == ""
-        self._tokens.begins(entry, inputs, whole_model=is_whole, continues=continues)
+        self._tokens.begin_call(entry, inputs, whole_model=is_whole, continues=continues)
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return self._tokens.modes
 
-    def called(self, module: nn.Module, args: Sequence[Any]) -> None:
+    def module_called(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
         maps = self._tokens.maps
         if maps.is_seeking or module is maps.embedding:
             self._tokens.note_image(module, args)
 
-    def computes(self, forward: Forward, seen: Seen) -> Sequence[Answer]:
+    def torch_computes(self, forward: Forward, seen: Seen) -> Sequence[Answer]:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
         self._last = None
         if isinstance(seen, SeenJoin):
@@ -293,7 +293,7 @@ class AttentionStream:
             return self._show_softmax(forward, seen)
         return ()
 
-    def ran(self, call: TorchCall, output: Any) -> None:
+    def torch_ran(self, call: TorchCall, output: Any) -> None:
         """Verify an attention that was shown before it ran,
         and note the tensor with which the model goes on.
         """
@@ -321,7 +321,7 @@ class AttentionStream:
             odd = dtypes if mask.dtype != source.dtype else ""
         self.verification.add(layer, difference, odd)
 
-    def returned(
+    def module_returned(
         self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> None:
         """Note feature maps and outputs of seams,
@@ -344,10 +344,10 @@ class AttentionStream:
             if self._wants(self._names[module]):
                 self._verify_whole(forward, call, output)
 
-    def ends(self, output: Any) -> None:
+    def call_ends(self, output: Any) -> None:
         """Update ``layers`` and ``unsupported``, and notify the listener."""
         shown, ran, waiting = self._shown, self._ran, self._tracker.waiting
-        self._tokens.ends()
+        self._tokens.end_call()
         self._reset()
         # settle() may raise, so the state of the forward is cleared before.
         try:
@@ -374,7 +374,7 @@ class AttentionStream:
         self._explain(ran)
         self._listener.ends(confirmed.keys(), output)
 
-    def fails(self) -> None:
+    def call_fails(self) -> None:
         """Discard the forward, and notify the listener."""
         self._reset()
         self.verification.begin()

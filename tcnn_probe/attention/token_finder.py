@@ -108,7 +108,7 @@ class TokenFinder:
         self._places: PlaceTracker | None = None
         self._moves_images = self._adds_masks = False
 
-    def begins(
+    def begin_call(
         self,
         entry: nn.Module,
         inputs: Sequence[Any],
@@ -139,7 +139,7 @@ class TokenFinder:
                 fields=self._fields,
             )
 
-    def ends(self) -> None:
+    def end_call(self) -> None:
         """Remember that calls of this kind need not be tracked any more,
         unless images move in them, or masks hide keys.
         """

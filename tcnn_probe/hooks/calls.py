@@ -107,13 +107,13 @@ class Calls(Generic[C]):
         """Return whether to follow a call of a hooked module that is not within a followed one."""
         return True
 
-    def begins(self, call: C) -> None:
+    def enter_call(self, call: C) -> None:
         """Prepare, before the module runs."""
 
-    def returns(self, call: C, output: Any) -> Any:
+    def edit_output(self, call: C, output: Any) -> Any:
         """React to the output; a result other than None replaces it."""
 
-    def ends(self, call: C, output: Any) -> None:
+    def exit_call(self, call: C, output: Any) -> None:
         """Clean up when the call is over, also after an exception."""
 
     @property
@@ -190,7 +190,7 @@ class Calls(Generic[C]):
         elif (frame := innermost_call(sys._getframe())) is not None:
             self._running[threading.get_ident()] = call = self._kind(module, args, kwargs, frame)
             try:
-                self.begins(call)
+                self.enter_call(call)
             # torch runs no hooks after a KeyboardInterrupt, so the call is ended here.
             except BaseException:
                 self._leave()
@@ -207,7 +207,7 @@ class Calls(Generic[C]):
         if call is None or not self._is_of(call, module):
             return None
         call.scope.leave_modes()
-        return self.returns(call, output)
+        return self.edit_output(call, output)
 
     def _end(
         self,
@@ -223,7 +223,7 @@ class Calls(Generic[C]):
             call.depth -= 1
             return
         try:
-            self.ends(call, output)
+            self.exit_call(call, output)
         finally:
             self._leave()
             if not self._attached:

@@ -49,7 +49,7 @@ from tcnn_probe.hooks.private_torch import (
     forget_global_hook,
 )
 
-__all__ = ["Forward", "Forwards", "Listener", "ModuleCall", "Running"]
+__all__ = ["Forward", "ForwardListener", "Forwards", "ModuleCall", "Running"]
 
 
 class ModuleCall(NamedTuple):
@@ -63,13 +63,13 @@ Running = Sequence[ModuleCall]
 """Modules that are running, the outermost first."""
 
 
-class Listener(Protocol):
+class ForwardListener(Protocol):
     """Interface of an object that is notified of the forwards of a model, one at a time."""
 
     may_edit: bool
-    """Whether :meth:`computes` may return answers."""
+    """Whether :meth:`torch_computes` may return answers."""
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
+    def call_begins(self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool) -> bool:
         """Return whether to follow a call of ``entry``, the model or a part of it.
 
         Args:
@@ -81,28 +81,28 @@ class Listener(Protocol):
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return function modes to enter during the forward that has begun."""
 
-    def called(self, module: nn.Module, args: Sequence[Any]) -> None:
+    def module_called(self, module: nn.Module, args: Sequence[Any]) -> None:
         """Handle the call of a module, before it runs, with its positional arguments."""
 
-    def computes(self, forward: "Forward", seen: Seen) -> Sequence[Answer]:
+    def torch_computes(self, forward: "Forward", seen: Seen) -> Sequence[Answer]:
         """Handle a call of torch in the innermost running module,
         and return edits of its output.
         """
 
-    def ran(self, call: TorchCall, output: Any) -> None:
+    def torch_ran(self, call: TorchCall, output: Any) -> None:
         """Handle the output of the call of torch about
-        which :meth:`computes` was called last, and its edited output.
+        which :meth:`torch_computes` was called last, and its edited output.
         """
 
-    def returned(
+    def module_returned(
         self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> None:
         """Handle the return of a module. Inputs and output can be nested tensors."""
 
-    def ends(self, output: Any) -> None:
+    def call_ends(self, output: Any) -> None:
         """Handle the end of the call, with its output."""
 
-    def fails(self) -> None:
+    def call_fails(self) -> None:
         """Handle a call that an exception has ended."""
 
 
@@ -124,7 +124,7 @@ class Forwards(Calls["Forward"]):
 
     Args:
         model: Model to follow.
-        listener: Listener to its forwards.
+        listener: ForwardListener to its forwards.
         names: Names of the modules to follow, "" for the model and its wrappers.
         attending: Modules in which the listener has seen attention so far.
     """
@@ -132,7 +132,7 @@ class Forwards(Calls["Forward"]):
     def __init__(
         self,
         model: nn.Module,
-        listener: Listener,
+        listener: ForwardListener,
         names: Mapping[nn.Module, str],
         attending: Set[nn.Module],
     ) -> None:
@@ -170,7 +170,7 @@ class Forwards(Calls["Forward"]):
         """
         return module in self._names and hidden_depth() == self._depth
 
-    def begins(self, call: "Forward") -> None:
+    def enter_call(self, call: "Forward") -> None:
         """Follow the call if no other one is followed and the listener wants it."""
         # Reading properties of tensors is a call of a torch function, which the user's modes must
         # not see.
@@ -185,7 +185,7 @@ class Forwards(Calls["Forward"]):
             if call.over:
                 return
             continues = self._continues(call)
-            begins = partial(self._listener.begins, continues=continues)
+            begins = partial(self._listener.call_begins, continues=continues)
             call.over = not call.run_unseen(begins, call.module, call.inputs)
             if call.over:
                 return
@@ -219,7 +219,7 @@ class Forwards(Calls["Forward"]):
         sequence.ran |= modules
         return continues
 
-    def ends(self, call: "Forward", output: Any) -> None:
+    def exit_call(self, call: "Forward", output: Any) -> None:
         """Notify the listener of the end of a followed call."""
         if call is not self._followed or not self._attached:
             return
@@ -233,14 +233,14 @@ class Forwards(Calls["Forward"]):
                 # The entry is reported here, not by torch's global hook, which runs before the
                 # entry's own hooks, which may change the output.
                 inputs = call.inputs
-                call.run_unseen(self._listener.returned, call, call.module, inputs, output)
+                call.run_unseen(self._listener.module_returned, call, call.module, inputs, output)
                 is_told = True
         finally:
             try:
                 if is_told:
-                    call.run_unseen(self._listener.ends, *without_nested(output))
+                    call.run_unseen(self._listener.call_ends, *without_nested(output))
                 else:
-                    call.run_unseen(self._listener.fails)
+                    call.run_unseen(self._listener.call_fails)
             finally:
                 # Only now may another thread begin a forward, because the listener may still have
                 # measured this one.
@@ -255,7 +255,7 @@ class Forwards(Calls["Forward"]):
             if followed is not None and (followed.thread == get_ident() or not followed.is_open()):
                 self._followed = None
                 followed.close()
-                self._listener.fails()
+                self._listener.call_fails()
 
 
 @dataclass
@@ -314,7 +314,7 @@ class Forward(Call):
             place -= 1
         return place
 
-    def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
+    def follow(self, names: Mapping[nn.Module, str], listener: ForwardListener) -> None:
         """Notify a listener of the modules and calls of torch in this forward."""
         self._names = names
         self._listener = listener
@@ -365,11 +365,11 @@ class Forward(Call):
         if module not in self._names and not _has_weights(module):
             return
         self._stack.append((module, args))
-        self._listener.called(module, args)
+        self._listener.module_called(module, args)
         # torch runs this layer on nested tensors in its fast path only, which modes turn off.
         if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
             if module in self._names:
-                self.run_unseen(self._listener.computes, self, SeenUnmeasured(NESTED))
+                self.run_unseen(self._listener.torch_computes, self, SeenUnmeasured(NESTED))
             self.scope.leave_modes()
             self._has_paused = True
 
@@ -397,7 +397,7 @@ class Forward(Call):
             kwargs, output = rest
             inputs = (*args, *kwargs.values()) if kwargs else args
             with torch.DisableTorchFunction():
-                self._listener.returned(self, module, inputs, output)
+                self._listener.module_returned(self, module, inputs, output)
 
     # The following methods implement tcnn_probe.hooks.interception.Observer.
 
@@ -417,12 +417,12 @@ class Forward(Call):
 
     def _ask(self, call: TorchCall, objection: str | None) -> Sequence[Answer]:
         seen = call.describe() if objection is None else call.unread(objection)
-        return () if seen is None else self._listener.computes(self, seen)
+        return () if seen is None else self._listener.torch_computes(self, seen)
 
     def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
         """Pass the output of an attention to the listener."""
         if self.is_listening():
-            self.run_unseen(self._listener.ran, call, output)
+            self.run_unseen(self._listener.torch_ran, call, output)
 
     def is_listening(self) -> bool:
         """Return whether the code that runs belongs to this forward."""

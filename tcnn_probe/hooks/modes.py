@@ -1,4 +1,10 @@
-"""Function modes: entering and leaving them, and hiding our own computations from other modes."""
+"""Function modes: entering and leaving them, and hiding our own code.
+
+Computations with the tensors of a forward run under :func:`run_unseen`, so that nobody takes them
+for the model's; where only properties are read, torch.DisableTorchFunction is enough.
+:func:`run_in_modes` lets some modes see such a computation after all. :func:`hidden_from_recorders`
+hides forwards that we run ourselves from the user's recorders, but not from other modes.
+"""
 
 import contextlib
 import sys

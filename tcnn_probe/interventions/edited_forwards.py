@@ -41,7 +41,7 @@ class ModelCalls(Calls[Call]):
         self._grids = grids
         self._has_warned = False
 
-    def begins(self, call: Call) -> None:
+    def enter_call(self, call: Call) -> None:
         """Check the size of images, find the places of tokens, and enter the mode."""
         if self._reference is not None:
             self._reference.check(call.inputs)
@@ -66,7 +66,7 @@ class ModelCalls(Calls[Call]):
             self._has_warned = True
             warnings.warn(reason, RuntimeWarning, stacklevel=2)
 
-    def returns(self, call: Call, output: Any) -> None:
+    def edit_output(self, call: Call, output: Any) -> None:
         """Note that the model has run."""
         self.has_run = True
 

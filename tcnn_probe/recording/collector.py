@@ -186,7 +186,7 @@ class Collector(AttentionListener):
             for layer in self._all():
                 layer.follow_gradients()
             measuring = self._measuring.keys() | self.stream.attending
-            self.forwards.begins(can_measure=self._can_measure(), measuring=measuring)
+            self.forwards.begin_forward(can_measure=self._can_measure(), measuring=measuring)
         is_measured = self.forwards.calls(entry, inputs, continues=continues)
         if is_measured:
             self._clear()
@@ -298,7 +298,7 @@ class Collector(AttentionListener):
         with self.lock:
             if not self.forwards.belongs_to_epoch:
                 return
-            self.forwards.ends()
+            self.forwards.end_call()
             for values in measured:
                 self._layer(values.layer, values.module, values.probe)
             self.sums.add(measured)

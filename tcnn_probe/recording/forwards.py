@@ -71,12 +71,12 @@ class ForwardCounter:
         self.called_parts.clear()
         self.passed, self.samples = 0, dict[int, Tensor]()
 
-    def ends(self) -> None:
+    def end_call(self) -> None:
         """Count the images of a call that has ended, and keep samples of the chosen ones."""
         self.passed = self.before + self.batch
         self.samples |= self._own_samples
 
-    def begins(self, *, can_measure: bool, measuring: Set[nn.Module]) -> None:
+    def begin_forward(self, *, can_measure: bool, measuring: Set[nn.Module]) -> None:
         """Count a forward that begins, and decide whether it is measured.
 
         Args:
