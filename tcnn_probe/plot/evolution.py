@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     legend_below,
     legend_beside,
     letters_across,
+    names_that_fit,
     sequential_colors,
     whole_number_ticks,
 )
@@ -58,7 +59,7 @@ def evolution(
             layer to the last.
         ls: Line style.
         legend: Draw a legend of the layers, beside the axes (True), or "below", at the foot of the
-            figure, which suits a narrow one.
+            figure, which suits a narrow one. Long names are shortened to the parts that differ.
 
     Returns:
         The axes, labelled with the variable's name and unit; with a title, if they had none.
@@ -89,6 +90,9 @@ def evolution(
         raise ValueError(f"expected a colour for each of the {layers} layers, got {len(colors)}")
     check_not_empty(values, values.name)
     axes, along = axes_or_current(ax), values[marks[0]]
+    # Longer names would make the legend, with 14 lines in a column, as wide as half of the axes.
+    letters = letters_across(axes) / 2 / (1 + (layers - 1) // 14) - 7
+    names = names_that_fit(by_layer.layer.values, letters)
     for number in range(layers):
         layer = by_layer.isel(layer=number)
         if not layer.notnull().any():
@@ -97,7 +101,7 @@ def evolution(
             axes, along.values, layer, marks[0], {"color": colors[number], "ls": ls}
         )
         if legend and "layer" in values.dims:
-            mean_line.set_label(str(values.layer.values[number]))
+            mean_line.set_label(names[number])
     _label(axes, along, values)
     if legend and "layer" in values.dims:
         (legend_below if legend == "below" else legend_beside)(axes)

@@ -6,7 +6,15 @@ import numpy as np
 import xarray as xr
 
 import tcnn_probe.diagnosis as diagnosis
-from tcnn_probe.plot.style import OKABE_ITO, RED, axes_or_current, axis_label
+from tcnn_probe.plot.style import (
+    OKABE_ITO,
+    RED,
+    axes_or_current,
+    axis_label,
+    letters_across,
+    names_that_fit,
+    whole_number_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +50,8 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
     # Bars extend beyond their marks by half of the smallest distance of marks, so that a single
     # mark is visible.
     half = np.diff(marks).min() / 2 if len(marks) > 1 else 0.5
+    layers = ds.layer.values.ravel().tolist()
+    names = dict(zip(layers, names_that_fit(layers, letters_across(axes) / 3), strict=True))
     labels = []
     for row, finding in enumerate(findings):
         last = marks[-1] if finding.until is None else finding.until
@@ -49,9 +59,10 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
         start = finding.since - half
         axes.barh(row, last + half - start, left=start, color=color, height=0.7)
         heads = f" ({', '.join(map(str, finding.heads))})" if finding.heads else ""
-        labels.append(f"{finding.sign}: {finding.layer}{heads}")
+        labels.append(f"{finding.sign}: {names.get(finding.layer, finding.layer)}{heads}")
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlabel=axis_label(along), xlim=(marks[0] - half, marks[-1] + half))
+    whole_number_ticks(axes, along)
     # From top to bottom: the worst finding comes first.
     axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)
     if not labels:

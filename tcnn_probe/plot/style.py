@@ -27,7 +27,7 @@ __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array",
     "check_not_empty", "check_pixel", "draw_box", "draw_image", "draw_map", "empty_figure",
     "finish_grid", "image_array", "label_layers", "legend_above", "legend_below", "legend_beside",
-    "letters_across", "select_dims", "sequential_colors", "short_names",
+    "letters_across", "names_that_fit", "select_dims", "sequential_colors", "short_names",
     "whole_number_ticks", "wrap_name",
 ]  # fmt: skip
 
@@ -232,6 +232,14 @@ def label_layers(axes: "Axes", places: Sequence[float], layers: Sequence[str]) -
     axes.set_xticks(places, names, fontsize="small", rotation=90 if crowded else 0)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("layer")
+
+
+def names_that_fit(layers: Sequence[Any], letters: float) -> list[str]:
+    """Return names of layers, without the parts that all share if one has too many letters."""
+    names = [str(layer) for layer in layers]
+    if max(map(len, names)) <= letters:
+        return names
+    return [f"layer {name}" for name in short_names(names)]
 
 
 def check_array(values: Any, name: str) -> xr.DataArray:

@@ -301,6 +301,12 @@ def test_findings_of_a_training_are_warned_about_printed_and_drawn(
     # A bar starts half a mark before its epoch.
     assert axes.patches[0].get_x() == 0.5
     assert axes.get_xlim() == (-0.5, 2.5)
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    plt.close("all")
+    long_names = [f"encoder.vision_tower.transformer.{name}" for name in ds.layer.values]
+    axes = tcnn_probe.plot.health(ds.assign_coords(layer=long_names), plt.figure().gca())
+    label = axes.get_yticklabels()[0].get_text()
+    assert label == f"{alarms[0].sign}: layer 1 ({', '.join(map(str, alarms[0].heads))})"
     plt.close("all")
     axes = tcnn_probe.plot.health(ds.isel(epoch=[0]))
     assert [text.get_text() for text in axes.texts] == ["nothing found"]

@@ -1,7 +1,7 @@
 """Evolution by head: the lines, their colours, and the labels of the axes."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -142,6 +142,19 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gate are all NaN"):
         evolution(values * np.nan)
     assert plt.get_fignums() == []  # no empty figure is left
+
+
+@pytest.mark.parametrize("legend", [True, "below"])
+def test_long_names_of_layers_leave_room_for_the_lines(legend: Any) -> None:
+    values = recorded(layers=24)
+    values["layer"] = [f"vit.encoder.layer.{n}.attention.attention" for n in range(24)]
+    figure, ax = plt.subplots()
+    tcnn_probe.plot.evolution(values, ax, legend=legend)
+    figure.draw_without_rendering()
+    assert min(ax.get_position().size) > 0.4
+    shown = ax.get_legend() or figure.legends[0]
+    assert figure.bbox.contains(*shown.get_window_extent().max)
+    assert [text.get_text() for text in shown.get_texts()] == [f"layer {n}" for n in range(24)]
 
 
 @pytest.mark.parametrize("layout", [None, "constrained"])
