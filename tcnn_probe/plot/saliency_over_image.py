@@ -30,7 +30,7 @@ def saliency_overlay(
         tcnn_probe.plot.saliency_overlay(maps, images)
 
     Each map covers the whole image, whatever its resolution, with a scale of its own from its
-    smallest value, which is transparent, to its largest.
+    smallest value, or from 0 if it has values on both sides, which is transparent, to its largest.
 
     Args:
         maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x)
@@ -71,8 +71,11 @@ def saliency_overlay(
         for row, image in enumerate(pictures):
             panel = panels[row, column]
             draw_image(panel, image)
-            opacity = alpha * _shares(values[row])
-            draw_map(panel, values[row], *image.shape[1:], alpha=opacity)
+            shown = values[row]
+            # Evidence against the class is as transparent as what has no effect.
+            if (shown > 0).any():
+                shown = shown.clip(0)
+            draw_map(panel, shown, *image.shape[1:], alpha=alpha * _shares(shown))
             # matplotlib warns of a contour of a constant.
             if outlines is not None and np.ptp(outlines[row]):
                 # Centres of pixels.

@@ -53,6 +53,19 @@ def test_rows_are_images_and_columns_are_methods() -> None:
             assert outlines(axes[row, column]) == 1
 
 
+def test_evidence_against_the_class_is_transparent() -> None:
+    maps = some_maps() - 0.5
+    maps[1] -= 0.5  # nothing speaks for the class
+    axes = tcnn_probe.plot.saliency_overlay(maps, np.zeros((2, 1, 6, 10)), alpha=1)
+    signed, negative = maps.values
+    shares = [
+        signed.clip(0) / signed.max(),
+        (negative - negative.min()) / (negative.max() - negative.min()),
+    ]
+    for panel, share in zip(axes[:, 1], shares, strict=True):
+        np.testing.assert_allclose(panel.images[1].get_alpha(), share, atol=1e-12)
+
+
 def test_plot_on_given_axes() -> None:
     panels = plt.figure().subplots(2)
     axes = tcnn_probe.plot.saliency_overlay(some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1)
