@@ -94,6 +94,7 @@ def offset_kernels(
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small")
     axes.set_xticks(range(heads), kernels["head"].values, fontsize="small")
     axes.tick_params(length=0)
+    axes.grid(False)  # styles with a grid would draw its lines through the offsets 0
     axes.spines[:].set_visible(False)
     axes.set(xlabel=f"head\n{_CAPTION}", ylabel="layer")
     axes.xaxis.label.set_fontsize("small")

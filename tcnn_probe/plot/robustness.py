@@ -129,11 +129,13 @@ def _bars(
     """Draw a group of bars for each category,
     a bar for each model, coloured by its place among all models.
     """
+    from matplotlib import rcParams
+
     colors, models = (
         list(OKABE_ITO.values()),
         [str(name) for name in heights["model"].values],
     )
-    width = 0.8 / len(models)
+    width, color = 0.8 / len(models), rcParams["text.color"]  # black would vanish in a dark style
     for number, model in enumerate(models):
         mean, below, above = (part.isel(model=number).values for part in (heights, low, high))
         # Bars of a category side by side, centred at its tick; a fifth of the space stays free.
@@ -145,10 +147,10 @@ def _bars(
             # Rounding can make a length negative, which errorbar refuses.
             np.clip([below, above], 0, None),
             fmt="none",
-            ecolor="k",
+            ecolor=color,
             elinewidth=0.8,
             capsize=2,
         )
         for bar in np.array(bars, dtype=object)[np.isfinite(mean) & np.isnan(below)]:
             bar.set(hatch="///", edgecolor="w")
-    axes.axhline(0, color="k", lw=0.8)
+    axes.axhline(0, color=color, lw=0.8)

@@ -199,6 +199,8 @@ def legend_above(axes: "Axes") -> None:
     _lay_out(axes.get_figure(root=True))
     names = axes.get_legend_handles_labels()[1]
     columns = _columns(names, letters_across(axes))
+    # A power of ten above the axis, as of a network without training, stands beside the legend.
+    axes.yaxis.get_offset_text().set_horizontalalignment("right")
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),

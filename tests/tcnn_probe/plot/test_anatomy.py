@@ -289,6 +289,24 @@ def test_a_narrow_picture_has_its_legend_below() -> None:
     assert axes.get_position().height > 0.4
 
 
+def test_a_power_of_ten_stands_beside_the_legend() -> None:
+    """Heads without training are nearly even: unseen, 1e-6 would make them as selective as any."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
+    ds = recorded()[[*PARTS, "selectivity"]] * 1e-6
+    for ax in (tcnn_probe.plot.anatomy(ds, left), tcnn_probe.plot.depth(ds.selectivity[0], right)):
+        figure.draw_without_rendering()
+        power = ax.yaxis.get_offset_text()
+        assert power.get_text().startswith("1e")
+        assert not power.get_window_extent().overlaps(ax.get_legend().get_window_extent())
+
+
+def test_no_grid_is_drawn_over_kernels() -> None:
+    with plt.style.context("ggplot"):
+        ax = tcnn_probe.plot.offset_kernels(kernels())
+    lines = [*ax.get_xgridlines(), *ax.get_ygridlines()]
+    assert not any(line.get_visible() for line in lines)
+
+
 def test_two_pictures_beside_each_other() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
     ds = recorded(heads=(6,) * 12)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
 from matplotlib.container import BarContainer
 
 import tcnn_probe
@@ -183,6 +185,14 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
                 error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3
             )
     assert axes.get_ylabel() == "improvement over control (%)\n(lines: 95 % interval over images)"
+
+
+def test_errors_are_seen_on_a_dark_page() -> None:
+    with plt.style.context("dark_background"):
+        axes = tcnn_probe.plot.robustness(measured(), plt.figure().subplots())
+    errors = [errors for errors in axes.collections if isinstance(errors, LineCollection)]
+    assert len(errors) == len(MODELS)
+    assert {tuple(lines.get_color()[0]) for lines in errors} == {to_rgba("w")}
 
 
 def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
