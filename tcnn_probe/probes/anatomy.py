@@ -110,18 +110,19 @@ def content_information(attention: str) -> Variable:
     )
 
 
-def selectivity(attention: str) -> Variable:
+def selectivity(attention: str, remark: str = "") -> Variable:
     """Describe the variable that measures how far a head's attention is from uniform.
 
     Args:
         attention: Phrase that names the attention and begins with "of".
+        remark: Sentences that follow the definition.
     """
     return Variable(
         _HEAD,
         "nat",
         f"selectivity {attention}",
         f"Mean over queries and images of log K_i - H(A_i), {attention}, for the K_i keys that no "
-        "mask hides from query i: the information over uniform attention.",
+        f"mask hides from query i: the information over uniform attention.{remark}",
     )
 
 
@@ -140,9 +141,10 @@ ANATOMY: dict[str, Variable] = {
         "convolution, 0 for a pattern that does not depend on offsets.",
     ),
     "selectivity": selectivity(
-        "of the queries of content_information (so not uniform_entropy - entropy); the sum of "
-        "offset_information, position_information, key_content_information and "
-        "query_key_content_information"
+        "of attention",
+        " The queries are those of content_information, so that it is not uniform_entropy - "
+        "entropy. It is the sum of offset_information, position_information, "
+        "key_content_information and query_key_content_information.",
     ),
 }
 for _name, (_label, _meaning) in _PARTS.items():
