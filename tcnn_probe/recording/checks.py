@@ -23,6 +23,7 @@ __all__ = [
     "OtherLayersError",
     "abandoned_variables",
     "changed_images",
+    "changed_modules",
     "check_epoch",
     "check_probes",
     "check_resumed",
@@ -367,14 +368,24 @@ def doubtful_values(
         yield f"no content_information of {mixed[:3]} (of {len(mixed)} layers): {MIXED_SIZES}"
 
 
-def replaced_layers(collector: Collector, sums: Mapping[Key, EpochSums]) -> Iterator[str]:
-    """Yield a warning of layers without images whose modules others have replaced."""
+def changed_modules(collector: Collector, sums: Mapping[Key, EpochSums]) -> Iterator[str]:
+    """Yield warnings of layers without images whose modules others have replaced,
+    and of attention that the model got later.
+    """
     have_run = {layer for (layer, _), total in sums.items() if total.images}
     idle = dict.fromkeys(layer for layer, _ in collector.layers if layer not in have_run)
     if replaced := [layer for layer in idle if module_name(layer) in collector.replaced]:
         yield (
             f"other modules took the places of {_shorten(replaced)} since record() was called, so "
             "that these layers are NaN: call it again"
+        )
+    # Layers that the user did not ask for are not missed.
+    if collector.chosen is not None or not collector.attention_probes:
+        return
+    if added := [layer for layer in collector.added if layer not in replaced]:
+        yield (
+            f"the model got {_shorten(added)} after record() was called, and they are not "
+            "recorded: call it again"
         )
 
 

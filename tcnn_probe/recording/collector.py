@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tcnn_model.precision import without_autocast
+from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.attention.layout import GivenTokens, Layout
@@ -350,6 +351,15 @@ class Collector(AttentionListener):
         """Names of modules that the model no longer has, because others took their places."""
         modules = {*self._model.modules()}
         return [name for module, name in self.names.items() if module not in modules]
+
+    @property
+    def added(self) -> list[str]:
+        """Names of attention layers that the model got after record() was called."""
+        return [
+            name
+            for module, name in layer_names(self._model).items()
+            if module not in self.names and looks_like_attention(module)
+        ]
 
     def _all(self) -> list[MeasuredLayer]:
         # This is a copy, as a forward in another thread may add layers during an iteration.

@@ -386,7 +386,8 @@ class Recorder:
         warned += self._once("images", checks.changed_images(hashes, stored_hashes))
         warned += self._once(str(dropped), checks.dropped_values(dropped))
         warned += checks.doubtful_values(entries, groups, sums)
-        warned += self._once("replaced", checks.replaced_layers(collector, sums))
+        for text in checks.changed_modules(collector, sums):
+            warned += self._once(text, [text])
         self._note_absent_layers(number, entries, groups)
         attrs = self._attributes(hashes)
         if stored is None:

@@ -107,6 +107,22 @@ def test_layers_that_were_replaced_are_named() -> None:
             recorder.mark(epoch=2)
 
 
+def test_layers_that_the_model_gets_later_are_named() -> None:
+    model = vit()
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        model.blocks[0].attn = vit(seed=1).blocks[0].attn
+        model(images())
+        with pytest.warns(RuntimeWarning, match=r"got \['blocks.0.attn'\] after record"):
+            recorder.mark(epoch=0)
+        model(images())
+        recorder.mark(epoch=1)  # said once
+        model.blocks.append(vit(seed=2).blocks[0])
+        model(images())
+        with pytest.warns(RuntimeWarning, match=r"'blocks.0.attn', 'blocks.2.attn'"):
+            recorder.mark(epoch=2)
+    assert recorder.layers == ("blocks.1.attn",)
+
+
 def test_a_mark_without_any_layer_or_of_other_numbers_is_refused(tmp_path: Path) -> None:
     model = Skipping()
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
