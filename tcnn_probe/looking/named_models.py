@@ -106,6 +106,15 @@ def _from_function(name: str) -> nn.Module:
 
 def create_timm_model(name: str, *, pretrained: bool, **options: Any) -> nn.Module:
     """Create a model of timm; the error for a misspelt name or missing weights says what to do."""
+    _check_timm_name(name)
+    try:
+        model: nn.Module = _create(name, pretrained=pretrained, **options)
+    except OSError as error:  # there is no network, or no file for this model
+        raise _no_weights(name, error) from error
+    return model
+
+
+def _check_timm_name(name: str) -> None:
     import timm
 
     import tcnn_model.models  # noqa: F401 (which timm then has, too)
@@ -114,11 +123,6 @@ def create_timm_model(name: str, *, pretrained: bool, **options: Any) -> nn.Modu
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"timm has no model {name}{hint}")
-    try:
-        model: nn.Module = _create(name, pretrained=pretrained, **options)
-    except OSError as error:  # there is no network, or no file for this model
-        raise _no_weights(name, error) from error
-    return model
 
 
 def _create(name: str, **options: Any) -> nn.Module:
@@ -152,6 +156,7 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
     """
     from timm.models import get_pretrained_cfg, load_state_dict
 
+    _check_timm_name(name)
     with _weights_of(path):
         # By default timm 1.0.20, the oldest supported version, runs code that a file contains.
         state = load_state_dict(path, weights_only=True)
@@ -161,6 +166,12 @@ def with_weights(name: str, path: str, **options: Any) -> nn.Module:
         state = _of_part(state, _create(name, num_classes=0).state_dict())
         bias = state.get(f"{first}.bias")
         model = _create(name, num_classes=0 if bias is None else len(bias), **options)
+        if any(key.endswith(".gating") for key in state.keys() - model.state_dict().keys()):
+            # They do not tell the stride with which the CNN was converted.
+            raise ValueError(
+                f"those of a T-CNN: load them into tcnn_model.reparameterize(...) of {name}, in "
+                "Python or in a module:function for look"
+            )
         resize = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         if resize is not None and "pos_embed" in state:
             state = resize(state, model)

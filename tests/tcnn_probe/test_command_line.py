@@ -456,4 +456,13 @@ def test_maps_with_weights_of_a_file(
         assert f"{name} is damaged, or holds more" in capsys.readouterr().err
     assert main([*command[:-1], str(tmp_path / "none.pt")]) == 2
     assert "there is no file" in capsys.readouterr().err
+    assert main(["maps", "test_vi", *command[2:]]) == 2
+    assert "timm has no model test_vi; did you mean" in capsys.readouterr().err
     assert models == [model]
+
+
+def test_maps_with_weights_of_a_t_cnn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = tmp_path / "best.pt"
+    torch.save(tcnn_model.reparameterize(timm.create_model("resnet10t")).state_dict(), weights)
+    assert main(["maps", "resnet10t", "a.png", "-o", "b.png", "--weights", str(weights)]) == 2
+    assert "those of a T-CNN: load them into tcnn_model.reparameter" in capsys.readouterr().err
