@@ -119,10 +119,11 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:
             averaged = "heads and runs" if "head" in values.dims else "runs"
-            lines = (
-                f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} "
-                "runs (band)"
-            )
+            # Where a run has ended, lines are means of the others, and may jump.
+            by_mark = values.notnull().any({*values.dims} - {"run", along.name}).sum("run")
+            fewest, most = int(by_mark.min()), int(by_mark.max())
+            runs = f"{fewest} to {most}" if fewest < most else most
+            lines = f": mean over {averaged} (line), smallest to largest of {runs} runs (band)"
         title = axis_label(values).split(" (")[0] + lines
         # A title that is wider than its axes would run into that of the axes beside it.
         axes.set_title(fill(title, max(20, letters_across(axes))), fontsize="small")

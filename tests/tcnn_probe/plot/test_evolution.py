@@ -225,8 +225,8 @@ def test_runs_form_a_band_from_the_smallest_to_the_largest() -> None:
             np.testing.assert_allclose(line.get_ydata()[mark], mean, rtol=1e-14)
         assert to_rgba(line.get_color()) == to_rgba("rgb"[layer])
         assert tuple(band.get_facecolor()[0]) == to_rgba("rgb"[layer], 0.2)
-    assert ax.get_title() == (
-        "gate: mean over heads and runs (line), smallest to largest of 3 runs (band)"
+    assert ax.get_title().replace("\n", " ") == (
+        "gate: mean over heads and runs (line), smallest to largest of 2 to 3 runs (band)"
     )
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     long_name = values.assign_attrs(long_name="content information of attention")
@@ -244,6 +244,7 @@ def test_scores_of_runs_form_a_band() -> None:
     assert len(ax.lines) == len(ax.collections) == 1
     assert ": mean over runs (line)" in ax.get_title()
     ax = tcnn_probe.plot.evolution(scores.isel(epoch=[0]), plt.figure().subplots())
+    assert "of 3 runs" in ax.get_title()
     # The band of a single mark has no area.
     assert ax.collections[0].get_linewidth() > 0
 
