@@ -328,7 +328,7 @@ def _rows_over_grid(
     logits, layout = attention.logits, attention.layout
     prefix = layout.prefix
     sums = logits.new_empty(4, *logits.shape[:3])
-    top, total, expected, distances = sums
+    top, expected, total, distances = sums
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else distances
     frame_distance = torch.empty_like(top) if layout.is_video else None
@@ -336,9 +336,7 @@ def _rows_over_grid(
     if attention.detailed:
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
-    table = (
-        _table(layout, logits.dtype, logits.device) if distance is not None and is_small else None
-    )
+    factors_of = _slice_of_table if is_small else _factors
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
     tokens = (attention.class_query, attention.distillation_query)
@@ -361,7 +359,7 @@ def _rows_over_grid(
             attention.keys,
         )
         s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-        m, z, weighted, mean_length = sums[:, *at].unbind()
+        m, weighted, z, mean_length = sums[:, *at].unbind()
         logits(rows, queries, out=s)
         if prefix_logits is not None:
             prefix_logits[at] = s[..., :prefix]
@@ -376,15 +374,18 @@ def _rows_over_grid(
         else:
             s.sub_(m[..., None])
         torch.exp(s, out=weights)
-        torch.sum(weights, -1, out=z)
         torch.sum(s.mul_(weights), -1, out=weighted)
-        if distance is not None:
-            lengths = (
-                layout.distances(queries, logits.dtype, logits.device)
-                if table is None
-                else table[queries]
-            )
-            torch.sum(torch.mul(weights, lengths, out=s), -1, out=mean_length)
+        if distance is None:
+            torch.sum(weights, -1, out=z)
+        else:
+            factors = factors_of(layout, queries, logits.dtype, logits.device)
+            if s.is_cpu:
+                # A product takes half of the time of sums; on a GPU it might be rounded (TF32).
+                products = factors @ weights.flatten(0, 1).permute(1, 2, 0)
+                sums[2:, *at] = products.permute(1, 2, 0).unflatten(1, shape[:2])
+            else:
+                torch.sum(weights, -1, out=z)
+                torch.sum(torch.mul(weights, factors[:, 1], out=s), -1, out=mean_length)
         if frame_distance is not None:
             lengths = layout.frame_distances(queries, logits.dtype, logits.device)
             frame_distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
@@ -420,9 +421,9 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entropy over all keys, and the attention to each class
     and register token, shaped as ``logits``.
 
-    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid
-    the same over the grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is
-    lse - sum_j A_j (s_j - m).
+    Let m be the largest logit of the row and Z = sum_j exp(s_j - m) over all keys, Z_grid the same
+    over the grid. Then the grid gets the attention Z_grid / Z, and the entropy is log Z - sum_j A_j
+    (s_j - m).
 
     Args:
         grid: Sums of the rows over the keys on the grid.
@@ -431,17 +432,31 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp is needed for masks that hide keys with the smallest finite number.
     top = torch.maximum(grid.top, logits.amax(-1))
     lower = (grid.top - top).clamp_(min=LOWEST)
-    logits, lse_grid = logits - top[..., None], grid.lse + lower
-    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
-    attention = (logits - lse[..., None]).exp()
+    logits = logits - top[..., None]
+    to_grid, attention = (grid.lse + lower).exp_(), logits.exp()
+    # Z is at least 1, as the largest logit adds 1, unless all keys are hidden.
+    total = (to_grid + attention.sum(-1)).clamp_(min=1)
+    to_grid, attention = to_grid.div_(total), attention.div_(total[..., None])
     finite = logits if grid.empty is None else logits.clamp(min=LOWEST)
-    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
-    if grid.empty is not None:  # where all keys are hidden, but not where logits are NaN
-        attention = attention.masked_fill((lse == -torch.inf)[..., None], 0)
-    return lse - expected, attention
+    expected = (grid.expected + lower) * to_grid + (finite * attention).sum(-1)
+    return total.log() - expected, attention
+
+
+def _factors(layout: Layout, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the factors 1 and ||delta_ij|| of the attention of some queries in sums over keys,
+    shape (queries, 2, N_key).
+    """
+    distances = layout.distances(queries, dtype, device)
+    return torch.stack([torch.ones_like(distances), distances], 1)
+
+
+def _slice_of_table(
+    layout: Layout, queries: slice, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _table(layout, dtype, device)[queries]
 
 
 @lru_cache(maxsize=16)
 def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the cached table of distances of a small grid, shape (N_query, N_key)."""
-    return layout.distances(slice(None), dtype, device)
+    """Return the cached factors of a small grid."""
+    return _factors(layout, slice(None), dtype, device)
