@@ -18,7 +18,7 @@ from tcnn_probe.attention.attention import Attention, ContentRows
 from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN, LOGIT
-from tcnn_probe.representation.token_similarity import token_cosine
+from tcnn_probe.representation.token_similarity import mean_cosine
 from tcnn_probe.schema import Variable
 
 __all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
@@ -224,10 +224,10 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     }
     if patches.shape[1] > 1:
         # A token of zeros has the cosine 0 with all others, and those of padding are no pairs.
-        inner = tokens[:, prefix:]
+        inner, lengths = tokens[:, prefix:], patches
         if attention.visibility is not None:
-            inner = inner.where(real[..., None], 0)
-        cosine = token_cosine(inner)
+            inner, lengths = inner.where(real[..., None], 0), lengths.where(real, 0)
+        cosine = mean_cosine(inner, lengths)
         pairs = patches.shape[1] * (patches.shape[1] - 1)
         measured["token_cosine"] = cosine * pairs / (count * (count - 1))
     if classes:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["token_cosine"]
+__all__ = ["mean_cosine", "token_cosine"]
 
 
 def token_cosine(tokens: Any) -> Any:
@@ -34,9 +34,13 @@ def token_cosine(tokens: Any) -> Any:
         raise ValueError(
             f"expected two tokens or more, shape (..., N, C), got the shape {tuple(tokens.shape)}"
         )
+    return mean_cosine(tokens, (tokens * tokens).sum(-1) ** 0.5)
+
+
+def mean_cosine(tokens: Any, norms: Any) -> Any:
+    """Average the cosine over pairs of tokens (..., N, C) with the given norms (..., N)."""
     count = tokens.shape[-2]
-    lengths = (tokens * tokens).sum(-1) ** 0.5
     # The sum of unit vectors is one product, which stores none of them.
-    total = ((1 / (lengths + (lengths == 0)))[..., None, :] @ tokens)[..., 0, :]
+    total = ((1 / (norms + (norms == 0)))[..., None, :] @ tokens)[..., 0, :]
     # |sum of unit vectors|^2 = their number + the sum of cosines over ordered pairs
-    return ((total * total).sum(-1) - (lengths > 0).sum(-1)) / (count * (count - 1))
+    return ((total * total).sum(-1) - (norms > 0).sum(-1)) / (count * (count - 1))
