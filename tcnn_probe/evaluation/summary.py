@@ -237,6 +237,11 @@ def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
     (model, by, image) or (model, image); see `improvement`.
     """
     name = f"{prefix_of(by)}correct"
+    if name not in results:
+        raise ValueError(
+            f"expected results of tcnn_probe.evaluation.robustness with {name!r}, got "
+            f"{', '.join(map(str, results)) or 'no variables'}"
+        )
     return mean_by(results[name].compute(), by).transpose("model", ..., "image")
 
 

@@ -259,7 +259,7 @@ def _notes(collector: Collector) -> list[str]:
     notes = []
     # A forward that was measured was in the right mode, and of this model.
     if not forwards.measured:
-        notes.append(f"{forwards.training_forwards} forwards were in training mode")
+        notes.append(f"forwards in training mode: {forwards.training_forwards}")
         if collector.sampling.mode == "eval mode":
             notes.append("run the validation, with model.eval(), before mark()")
         notes.append("if you evaluate a copy, such as a moving average, record that copy")

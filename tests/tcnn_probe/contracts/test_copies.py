@@ -174,7 +174,7 @@ def test_the_mode_of_a_wrapped_model_is_that_of_the_model_inside() -> None:
         recorder.mark(epoch=0)
         model.module.train()
         model(images())
-        with pytest.raises(RuntimeError, match="1 forwards were in training mode"):
+        with pytest.raises(RuntimeError, match="forwards in training mode: 1"):
             recorder.mark(epoch=1)
 
 

@@ -241,7 +241,7 @@ def test_bad_arguments_are_refused() -> None:
     draw = tcnn_probe.plot.robustness
     with pytest.raises(ValueError, match=r"nothing to draw by None"):
         draw(ds, by=None)  # type: ignore[arg-type]
-    with pytest.raises(KeyError, match=r"No variable named 'adversarial_correct'"):
+    with pytest.raises(ValueError, match=r"results of .*robustness with 'adversarial_correct'"):
         draw(measured(plain=True), by="attack")
     with pytest.raises(ValueError, match=r"'correct' with the coordinate 'group'"):
         draw(ds.drop_vars("group"))

@@ -192,14 +192,15 @@ def test_a_mark_without_measurements_is_refused(tmp_path: Path) -> None:
         # message names.
         model(images())
         with pytest.raises(
-            RuntimeError, match=r"no forward in eval mode .*; 1 forwards were in training mode; run"
+            RuntimeError, match=r"no forward in eval mode .*; forwards in training mode: 1; run"
         ):
             recorder.mark(epoch=0)
         model.eval()(images())
         recorder.mark(epoch=0)
         model.train()(images())
         with pytest.raises(
-            RuntimeError, match=r"reached \['blocks\.0\.attn', .* since .*; 1 forwards"
+            RuntimeError,
+            match=r"reached \['blocks\.0\.attn', .* since .*; forwards in training mode: 1",
         ):
             recorder.mark(epoch=1)
     with pytest.raises(
