@@ -175,7 +175,6 @@ def head_types(
     definitions = {name: text.format(**values) for name, text in _DEFINITIONS[rule].items()}
     types = features.exists.copy(data=labels).rename("head_type")
     types.attrs = {
-        "long_name": "type of head",
         "description": "Type of a head by its attention; see the attribute definitions.",
         "definitions": json.dumps(definitions | _OTHER_LABELS),
         "unlabelled": json.dumps(features.reasons(labels == "")),

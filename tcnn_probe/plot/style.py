@@ -335,9 +335,11 @@ def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
 
 
 def axis_label(values: xr.DataArray) -> str:
-    """Return the array's long name, or name, with its unit, unless that is 1."""
-    short_name = "" if values.name is None else values.name
-    name = str(values.attrs.get("long_name", short_name)).replace("_", " ")
+    """Return the array's long name with its unit, unless that is 1, or its name."""
+    if "long_name" not in values.attrs:
+        # Of entropy / uniform_entropy xarray keeps the unit that both have, but not the names.
+        return "" if values.name is None else str(values.name).replace("_", " ")
+    name = str(values.attrs["long_name"]).replace("_", " ")
     units = re.sub(r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1")))
     return name if units in ("1", "") else f"{name} ({units})"
 

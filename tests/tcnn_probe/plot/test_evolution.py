@@ -191,6 +191,22 @@ def test_default_title() -> None:
     assert ax.get_title() == "mine"
 
 
+def test_a_ratio_has_not_the_unit_of_its_parts() -> None:
+    part, whole = (recorded(long_name=name, units="nat") for name in ("part", "whole"))
+    part.name = whole.name = None
+    ax = tcnn_probe.plot.evolution((part / whole).rename("share_of_whole"))
+    assert ax.get_ylabel() == "share of whole"
+    ax = tcnn_probe.plot.evolution(part / whole, plt.figure().subplots())
+    assert ax.get_ylabel() == ""
+
+
+def test_a_share_of_types_has_its_own_name() -> None:
+    types = tcnn_probe.head_types(tcnn_probe.load_example("vit")["heads"].dataset)
+    share = (types == "averaging").mean("head").rename("share of averaging heads")
+    ax = tcnn_probe.plot.evolution(share)
+    assert ax.get_ylabel() == "share of averaging heads"
+
+
 def test_the_package_exports_its_plots() -> None:
     assert dir(tcnn_probe.plot) == sorted(tcnn_probe.plot.__all__)
 
