@@ -64,9 +64,10 @@ def write_mark(
     coordinate = Variable((), "", **about, dtype=dtype)
     # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text
     # of fixed width and of consolidated metadata, which its specification does not include yet, and
-    # of the lock. Documents without indentation are encoded in C.
-    settings = zarr.config.set({"array.write_empty_chunks": True, "json_indent": None})
-    with settings, warnings.catch_warnings():
+    # of the lock. Documents without indentation are encoded in C. The user may have asked for
+    # zarr's earlier format, which has neither checksums nor names of dimensions.
+    settings = {"array.write_empty_chunks": True, "json_indent": None, "default_zarr_format": 3}
+    with zarr.config.set(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = zarr.open_group(store, mode="a", use_consolidated=False)
         arrays = _undo_remains(top, root)

@@ -58,6 +58,15 @@ def test_marks_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ] == [9] * 4
 
 
+def test_another_default_format_of_zarr() -> None:
+    with zarr.config.set({"default_zarr_format": 2}):
+        store = create(Remote())
+        for mark in range(2):
+            add(store, mark)
+        assert_holds(store, [0, 1])
+    store.close()
+
+
 def with_late_layer(groups: Mapping[str, Group], number: int) -> dict[str, Group]:
     """Return the groups with one more layer, of more heads, and another group of maps."""
     grown = {}
