@@ -23,8 +23,8 @@ __all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 # This replaces minus infinity, because minus infinity times an attention of zero is NaN.
 LOWEST = -1e30
 
-# Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed
-# block by block.
+# Tables of up to this number of distances (8 MiB in float32, with the ones) are cached; larger ones
+# are computed block by block.
 _SMALL_TABLE = 1 << 20
 
 
