@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model.kernels import TokenGrid, trial
+from tcnn_model.precision import products_are_exact
 from tcnn_probe.attention.attention import ContentRows
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum
@@ -337,6 +338,7 @@ def _rows_over_grid(
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
     factors_of = _slice_of_table if is_small else _factors
+    has_products = products_are_exact(sums)
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
     tokens = (attention.class_query, attention.distillation_query)
@@ -379,8 +381,7 @@ def _rows_over_grid(
             torch.sum(weights, -1, out=z)
         else:
             factors = factors_of(layout, queries, logits.dtype, logits.device)
-            if s.is_cpu:
-                # A product takes half of the time of sums; on a GPU it might be rounded (TF32).
+            if has_products:  # which take half of the time of sums
                 products = factors @ weights.flatten(0, 1).permute(1, 2, 0)
                 sums[2:, *at] = products.permute(1, 2, 0).unflatten(1, shape[:2])
             else:
