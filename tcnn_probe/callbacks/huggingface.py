@@ -39,6 +39,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._on_mark = on_mark
         self._options = {"store": store, "along": "step", **options}
+        if self._options["along"] == "epoch":
+            raise ValueError("marks are global steps, not epochs: leave along='epoch' out")
         self.recorder: Recorder | None = None
         self._training = False
         self._step: int | None = None

@@ -261,6 +261,13 @@ def test_a_validation_without_a_training_is_told() -> None:
         callback.on_validation_start(trainer, vit())
 
 
+def test_hugging_face_marks_no_epochs() -> None:
+    need("transformers")
+    callbacks = import_module("tcnn_probe.callbacks.huggingface")
+    with pytest.raises(ValueError, match="marks are global steps"):
+        callbacks.RecordCallback(along="epoch")
+
+
 @pytest.mark.parametrize("options", [{}, {"along": "epoch"}])
 def test_lightning_records_every_validation_of_an_epoch(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
