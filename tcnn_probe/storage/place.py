@@ -1,8 +1,9 @@
 """Places of recordings: memory, a directory, a URL or a zarr store."""
 
+import _thread
 import os
+import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,9 +34,30 @@ UNFINISHED = ".tcnn_probe.init"
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in zarr's thread; Ctrl-C is raised once it has ended and writes no more."""
-    # Only the main thread is interrupted, and the end of the `with` waits for the other one.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(sync, work).result()
+    # Only the main thread is interrupted, so another one waits for zarr's. Ctrl-C within the Python
+    # code of a Thread or a Future could keep their locks for ever.
+    ended = threading.Lock()
+    ended.acquire()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def complete() -> None:
+        try:
+            results.append(sync(work))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.release()
+
+    try:
+        _thread.start_new_thread(complete, ())
+        ended.acquire()
+    finally:
+        if not (results or errors):
+            ended.acquire()
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
 @dataclass(frozen=True)
@@ -48,7 +70,7 @@ class Place:
 
     def read(self, key: str) -> bytes | None:
         """Read an object; None if it is not there."""
-        buffer = sync(self.store.get(key, default_buffer_prototype()))
+        buffer = run(self.store.get(key, default_buffer_prototype()))
         return None if buffer is None else buffer.to_bytes()
 
     def names(self, folder: str = "") -> list[str]:
@@ -57,7 +79,7 @@ class Place:
         async def listed() -> list[str]:
             return [name async for name in self.store.list_dir(folder)]
 
-        return sorted(sync(listed()))
+        return sorted(run(listed()))
 
     def root(self) -> bytes | None:
         """Read the root; None if nothing is there, or unfinished; StoreError for other files."""
@@ -98,7 +120,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):
-        sync(target._ensure_open())
+        run(target._ensure_open())
         if writable and (
             target.read_only or not (target.supports_writes and target.supports_listing)
         ):

@@ -1,11 +1,16 @@
 """Places for a recording, and places that are refused without changes."""
 
+import asyncio
+import inspect
+import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import zarr
@@ -13,6 +18,7 @@ from zarr.buffer import default_buffer_prototype
 from zarr.storage import LocalStore, MemoryStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
+from tcnn_probe.storage.place import run
 from tests.tcnn_probe.storage.tables import Remote, add, assert_holds, contents, create, recording
 
 
@@ -185,3 +191,35 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     add(store, 1)
     assert_holds(path, [0, 1])
     assert not (tmp_path / "precious").exists()
+
+
+def test_ctrl_c_is_raised_after_the_work_has_ended() -> None:
+    """Ctrl-C comes after each step of Python's in turn, as signals do."""
+    for step in itertools.count(1):
+        ended, steps = [], itertools.count(1)
+
+        async def work(ended: list[bool] = ended) -> None:
+            await asyncio.sleep(0.001)
+            ended.append(True)
+
+        def interrupt(
+            frame: FrameType,
+            event: str,
+            argument: Any,
+            steps: Iterator[int] = steps,
+            at: int = step,
+        ) -> None:
+            if event != "c_call" and next(steps) == at:
+                raise KeyboardInterrupt
+
+        task = work()
+        sys.setprofile(interrupt)
+        try:
+            run(task)
+            break
+        except KeyboardInterrupt:
+            assert ended or inspect.getcoroutinestate(task) == inspect.CORO_CREATED
+            task.close()
+        finally:
+            sys.setprofile(None)
+    assert step > 3
