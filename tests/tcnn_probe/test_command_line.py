@@ -159,10 +159,11 @@ def test_compare_without_common_layers(
         tcnn_probe.record(model := vit(), tmp_path / "vit.zarr") as recorder,
         torch.no_grad(),
     ):
-        model(torch.randn(1, 3, 32, 32))
+        model(torch.randn(7, 3, 32, 32))
         recorder.mark(epoch=1)
     assert main(["compare", stores[0], str(tmp_path / "vit.zarr")]) == 0
     out = capsys.readouterr().out
+    assert "\n  of 7 and 8 images: " in out
     assert out.endswith("vit.zarr: blocks.0.attn\n")
 
 
