@@ -21,7 +21,7 @@ from tcnn_probe.storage.directory import (
     take_lock,
 )
 from tcnn_probe.storage.marks import Mark, write_mark
-from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, run
+from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, run, uninterrupted
 from tcnn_probe.storage.reading import open_dataset, open_tree
 from tcnn_probe.storage.root import (
     ALONG,
@@ -157,7 +157,8 @@ class EpochStore:
         attrs = {**(attrs or {}), **({} if self._root.text else fixed)}
         marks = (*self._marks, mark)
         with self._place_to_write() as store:
-            write_mark(store, self._root, self._along, marks, groups, rows, attrs)
+            arguments = (self._root, self._along, marks, groups, rows, attrs)
+            uninterrupted(write_mark, store, *arguments)
             # A retry of a mark whose failure came after its commit finds this root.
             self._attempted = store.text
             run(store.commit())

@@ -3,7 +3,7 @@
 import _thread
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import DurableStore
 
-__all__ = ["ROOT", "UNFINISHED", "Place", "Source", "Target", "find", "run"]
+__all__ = ["ROOT", "UNFINISHED", "Place", "Source", "Target", "find", "run", "uninterrupted"]
 
 Source = str | os.PathLike[str] | Store
 Target = Source | None
@@ -33,7 +33,12 @@ UNFINISHED = ".tcnn_probe.init"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in zarr's thread; Ctrl-C is raised once it has ended and writes no more."""
+    """Run a coroutine in zarr's thread, as :func:`uninterrupted`."""
+    return uninterrupted(sync, work)
+
+
+def uninterrupted(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that uses zarr; Ctrl-C is raised once it has ended and writes no more."""
     # Only the main thread is interrupted, so another one waits for zarr's. Ctrl-C within the Python
     # code of a Thread or a Future could keep their locks for ever.
     ended = threading.Lock()
@@ -43,7 +48,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     def complete() -> None:
         try:
-            results.append(sync(work))
+            results.append(function(*args))
         except BaseException as error:
             errors.append(error)
         finally:
