@@ -50,6 +50,8 @@ _GRIDS: "WeakSet[Figure]" = WeakSet()
 
 RED = OKABE_ITO["vermillion"]
 
+_BELOW = "legend below"
+
 
 def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
     """Return colours for things in order, such as layers:
@@ -162,15 +164,23 @@ def legend_below(axes: "Axes") -> None:
     """
     figure, root = axes.figure, axes.get_figure(root=True)
     _lay_out(root)
-    handles, names = axes.get_legend_handles_labels()
+    handles = {}
+    for legend in list(figure.legends):
+        # A second legend would be drawn over that of other axes.
+        if legend.get_gid() == _BELOW:
+            names = [text.get_text() for text in legend.get_texts()]
+            handles |= dict(zip(names, legend.legend_handles, strict=True))
+            legend.remove()
+    own, names = axes.get_legend_handles_labels()
+    handles |= dict(zip(names, own, strict=True))
     figure.legend(
-        handles,
-        names,
+        handles.values(),
+        handles.keys(),
         loc="outside lower center",
         frameon=False,
         fontsize="small",
-        ncols=_columns(names, _letters(figure.bbox.width, root)),
-    )
+        ncols=_columns(list(handles), _letters(figure.bbox.width, root)),
+    ).set_gid(_BELOW)
 
 
 def _columns(names: Sequence[str], letters: int) -> int:

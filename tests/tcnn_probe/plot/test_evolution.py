@@ -157,6 +157,21 @@ def test_long_names_of_layers_leave_room_for_the_lines(legend: Any) -> None:
     assert [text.get_text() for text in shown.get_texts()] == [f"layer {n}" for n in range(24)]
 
 
+def test_a_figure_has_one_legend_below() -> None:
+    figure, panels = plt.subplots(1, 3, figsize=(9, 4))
+    figure.legend(panels[0].plot([0, 1]), ["a line"], loc="upper left")
+    heads = tcnn_probe.load_example("vit")["heads"].dataset
+    tcnn_probe.plot.evolution(heads.entropy, panels[0], legend="below")
+    tcnn_probe.plot.anatomy(heads, panels[1], legend="below")
+    tcnn_probe.plot.evolution(heads.max_logit, panels[2], legend="below")
+    mine, below = figure.legends
+    names = [text.get_text() for text in below.get_texts()]
+    assert len(names) == len(set(names)) == heads.sizes["layer"] + 5
+    assert [text.get_text() for text in mine.get_texts()] == ["a line"]
+    lines = [line for line in panels[0].lines if line.get_label() in names]
+    assert [line.get_color() for line in below.get_lines()] == [line.get_color() for line in lines]
+
+
 @pytest.mark.parametrize("layout", [None, "constrained"])
 def test_the_legend_covers_no_line(layout: str | None) -> None:
     figure, (ax, neighbour) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
