@@ -164,7 +164,7 @@ def legend_below(axes: "Axes") -> None:
     """
     figure, root = axes.figure, axes.get_figure(root=True)
     _lay_out(root)
-    handles = {}
+    handles: dict[str, Any] = {}
     for legend in list(figure.legends):
         # A second legend would be drawn over that of other axes.
         if legend.get_gid() == _BELOW:
@@ -174,8 +174,8 @@ def legend_below(axes: "Axes") -> None:
     own, names = axes.get_legend_handles_labels()
     handles |= dict(zip(names, own, strict=True))
     figure.legend(
-        handles.values(),
-        handles.keys(),
+        list(handles.values()),
+        list(handles),
         loc="outside lower center",
         frameon=False,
         fontsize="small",
