@@ -10,10 +10,10 @@ import xarray as xr
 from tcnn_probe.plot.style import (
     OKABE_ITO,
     axes_without_data,
-    axis_label,
     check_array,
     check_not_empty,
     label_layers,
+    label_values,
     legend_above,
     select_dims,
 )
@@ -81,7 +81,7 @@ def depth(
         level = level.sel(layer=values.layer) if "layer" in values.coords else level
         axes.plot(x, level, ls="--", color="0.5", label="uniform attention")
     label_layers(axes, x.tolist(), values.layer.values)
-    axes.set_ylabel(axis_label(values))
+    label_values(axes, values)
     # The axis begins at 0. Limits that are set would no longer follow other axes that share them.
     axes.update_datalim([(0, 0)])
     points.sticky_edges.y.append(0)

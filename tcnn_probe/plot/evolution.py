@@ -12,6 +12,7 @@ from tcnn_probe.plot.style import (
     axis_label,
     check_array,
     check_not_empty,
+    label_values,
     legend_below,
     legend_beside,
     letters_across,
@@ -114,7 +115,8 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     """
     from matplotlib.ticker import ScalarFormatter
 
-    axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
+    axes.set_xlabel(axis_label(along))
+    label_values(axes, values)
     if not axes.get_title():
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array",
     "check_not_empty", "check_pixel", "draw_box", "draw_image", "draw_map", "empty_figure",
-    "finish_grid", "image_array", "label_layers", "legend_above", "legend_below", "legend_beside",
-    "letters_across", "names_that_fit", "select_dims", "sequential_colors", "short_names",
-    "whole_number_ticks", "wrap_name",
+    "finish_grid", "image_array", "label_layers", "label_values", "legend_above", "legend_below",
+    "legend_beside", "letters_across", "names_that_fit", "select_dims", "sequential_colors",
+    "short_names", "whole_number_ticks", "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -194,6 +195,13 @@ def letters_across(axes: "Axes") -> int:
     before a layout makes room.
     """
     return _letters(axes.get_window_extent().width, axes.figure)
+
+
+def label_values(axes: "Axes", values: xr.DataArray) -> None:
+    """Label the vertical axis, in several lines if one would be longer than the axis."""
+    # Letters of labels are a fifth larger than small ones.
+    letters = _letters(axes.get_window_extent().height, axes.figure) / 1.2
+    axes.set_ylabel(fill(axis_label(values), max(20, int(letters))))
 
 
 def _letters(width: float, figure: Any) -> int:

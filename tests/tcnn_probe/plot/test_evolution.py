@@ -157,6 +157,18 @@ def test_long_names_of_layers_leave_room_for_the_lines(legend: Any) -> None:
     assert [text.get_text() for text in shown.get_texts()] == [f"layer {n}" for n in range(24)]
 
 
+def test_a_long_label_is_no_longer_than_the_axis() -> None:
+    heads = tcnn_probe.load_example("vit")["heads"].dataset
+    figure, panels = plt.subplots(2, 2, figsize=(7, 5), layout="constrained")
+    tcnn_probe.plot.evolution(heads.content_information, panels[0, 0], legend=False)
+    tcnn_probe.plot.depth(heads.class_content_information.isel(epoch=-1), panels[1, 1])
+    figure.draw_without_rendering()
+    for panel in (panels[0, 0], panels[1, 1]):
+        label = panel.yaxis.label
+        assert "\n" in label.get_text()
+        assert label.get_window_extent().height < 1.1 * panel.bbox.height
+
+
 def test_a_figure_has_one_legend_below() -> None:
     figure, panels = plt.subplots(1, 3, figsize=(9, 4))
     figure.legend(panels[0].plot([0, 1]), ["a line"], loc="upper left")
