@@ -170,6 +170,7 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
     """
     places: list[_Place] = []
     later: list[str] = []  # modules with a feature map as output after the last pool
+    idle: list[str] = []  # pools after the last one, whose input is 1 x 1 already
     names = {module: name for name, module in model.named_modules()}
 
     def observe(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -190,6 +191,10 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
                 return
             places.append(_Place(name, x.shape[1], output.ndim == 2))
             later.clear()
+            idle.clear()
+        elif "Pool" in type(module).__name__ and x.ndim == 4 and not spatial:
+            idle.append(name)
+            later.clear()
         elif output.ndim == 4 and max(output.shape[2:]) > 1:
             later.append(name)
 
@@ -204,6 +209,11 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
     finally:
         for handle in handles:
             handle.remove()
+    if idle and not later:
+        raise ValueError(
+            f"the image is too small to tell pools apart: {idle[0]} works on 1 x 1; give larger "
+            "images (input_size=, or --img-size)"
+        )
     if not places or later or not places[-1].name:
         raise ValueError(
             f"no module of {type(model).__name__} pools its last feature map (B, d, H, "

@@ -131,6 +131,13 @@ def test_the_pool_of_an_earlier_layer_is_refused() -> None:
     _refused(Squeezed(), "no module of Squeezed pools its last feature map")
 
 
+@pytest.mark.parametrize("name", ["resnet10t", "densenet121", "mobilenetv3_small_050"])
+def test_images_whose_last_feature_map_is_one_pixel_are_refused(name: str) -> None:
+    """Another pool, such as that of a shortcut, would be taken for the last one."""
+    message = "image is too small to tell pools apart: .*global_pool.* works on 1 x 1"
+    _refused(on_meta(name), message, input_size=(3, 32, 32))
+
+
 def test_models_that_cannot_be_specialized_are_refused() -> None:
     refused = partial(assert_refused, specialize)
     refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0")
