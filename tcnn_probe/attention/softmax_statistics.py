@@ -337,7 +337,9 @@ def _rows_over_grid(
     if attention.detailed:
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
-    factors_of = _slice_of_table if is_small else _factors
+    factors_of = partial(_factors, layout, logits.dtype, logits.device)
+    if distance is not None and is_small:
+        factors_of = _table(layout, logits.dtype, logits.device).__getitem__
     has_products = products_are_exact(sums)
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
@@ -380,7 +382,7 @@ def _rows_over_grid(
         if distance is None:
             torch.sum(weights, -1, out=z)
         else:
-            factors = factors_of(layout, queries, logits.dtype, logits.device)
+            factors = factors_of(queries)
             if has_products:  # which take half of the time of sums
                 products = factors @ weights.flatten(0, 1).permute(1, 2, 0)
                 sums[2:, *at] = products.permute(1, 2, 0).unflatten(1, shape[:2])
@@ -443,7 +445,7 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     return total.log() - expected, attention
 
 
-def _factors(layout: Layout, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _factors(layout: Layout, dtype: torch.dtype, device: torch.device, queries: slice) -> Tensor:
     """Return the factors 1 and ||delta_ij|| of the attention of some queries in sums over keys,
     shape (queries, 2, N_key).
     """
@@ -451,13 +453,7 @@ def _factors(layout: Layout, queries: slice, dtype: torch.dtype, device: torch.d
     return torch.stack([torch.ones_like(distances), distances], 1)
 
 
-def _slice_of_table(
-    layout: Layout, queries: slice, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return _table(layout, dtype, device)[queries]
-
-
 @lru_cache(maxsize=16)
 def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the cached factors of a small grid."""
-    return _factors(layout, slice(None), dtype, device)
+    """Return the cached factors of a small grid, for all queries."""
+    return _factors(layout, dtype, device, slice(None))
