@@ -337,6 +337,7 @@ def _rows_over_grid(
     if attention.detailed:
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
+    factors_of: Callable[[slice], Tensor]
     factors_of = partial(_factors, layout, logits.dtype, logits.device)
     if distance is not None and is_small:
         factors_of = _table(layout, logits.dtype, logits.device).__getitem__
