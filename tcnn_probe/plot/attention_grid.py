@@ -103,8 +103,10 @@ def attention_grid(
     canvas: Any = figure
     if canvas is None:
         side = min(_PANEL, _WIDTH / (columns + image_panels))
+        # Wide maps leave a part of square panels empty; names of layers take half of a panel.
+        aspect = np.clip(max(height / width for height, width in sizes), 0.5, 1)
         # Inches: 0.25 for the gates above panels, 0.8 for the title and the caption.
-        height = (side + 0.25) * max(rows, image_panels / 1.5) + 0.8
+        height = (side * aspect + 0.25) * max(rows, image_panels / 1.5) + 0.8
         canvas = empty_figure(max(3, side * (columns + image_panels) + 1), height)
     gridspec = canvas.add_gridspec(rows, image_panels + columns)
     lowest: dict[int, Axes] = {}  # the lowest panel of each head, for its label

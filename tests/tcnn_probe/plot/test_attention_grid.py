@@ -137,6 +137,20 @@ def test_texts_lie_within_the_figure_and_do_not_overlap(
     )
 
 
+@pytest.mark.parametrize("height", [2, 5, 11])
+def test_little_is_left_empty_between_wide_maps(height: int) -> None:
+    names = [f"image_encoder.vision_tower.blocks.{n}.attn" for n in range(7)]
+    values = np.random.default_rng(0).random((7, 3, height, 11))
+    maps = xr.DataArray(values, {"layer": names, "head": range(3)}, ("layer", "head", "y", "x"))
+    figure = tcnn_probe.plot.attention_grid(maps, gate=maps.mean(["y", "x"]))
+    texts_within_and_apart(figure)
+    panels = with_pictures(figure)
+    step = panels[0].bbox.y0 - panels[3].bbox.y0
+    # Names of layers, here of three lines, take half of the width of a panel.
+    needed = max(panels[0].bbox.height, panels[0].bbox.width / 2)
+    assert step - needed < 0.5 * figure.dpi
+
+
 @pytest.mark.study
 def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     names = [f"blocks.{n}.attn" for n in range(12)]
