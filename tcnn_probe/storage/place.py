@@ -126,10 +126,11 @@ def find(target: Target, *, writable: bool = True) -> Place:
         target = target.root
     if isinstance(target, Store):
         run(target._ensure_open())
-        if writable and (
-            target.read_only or not (target.supports_writes and target.supports_listing)
-        ):
-            raise StoreError(f"expected a store that can be written and listed, got {target}")
+        abilities = target.supports_writes, target.supports_listing, target.supports_deletes
+        if writable and (target.read_only or not all(abilities)):
+            raise StoreError(
+                f"expected a store that can be written, listed and deleted from, got {target}"
+            )
         return Place(target, None, str(target))
     text = os.fspath(target)
     if text.startswith("file://"):

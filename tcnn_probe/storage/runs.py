@@ -144,7 +144,11 @@ def _group(
                 place = dim if dim in marks else f"{path}/{dim}"
                 absent[name][place] = labels[dim][lacking].tolist()
     names = dict.fromkeys(key for ds in datasets for key in ds.variables if key not in ds.dims)
-    variables = {key: _variable([ds.get(key) for ds in datasets], labels) for key in names}
+    # A scalar may have the name of the dimension of runs.
+    variables = {
+        "run_run" if key == "run" else key: _variable([ds.get(key) for ds in datasets], labels)
+        for key in names
+    }
     first = next(ds for ds in datasets if ds.variables)
     coords = {
         dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zarr
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import LocalStore, MemoryStore
+from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage.place import run
@@ -139,6 +139,7 @@ def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     for target, message in (
         ("", "expected the path of a directory, got an empty path"),
         (only_read, "expected a store that can be written"),
+        (ZipStore(tmp_path / "run.zip", mode="w"), "listed and deleted from, got zip:"),
         (occupied, r"holds something else than a recording \(\['mine'"),
         (tmp_path / "file" / "a" / "run.zarr", "expected .*file to be a folder"),
         (tmp_path / "run.zarr", "cannot be written: expected .*run.zarr to be a folder"),

@@ -163,6 +163,16 @@ def test_names_of_runs(three: list[Path]) -> None:
         open([three[0], three[0].parent / "nothing.zarr"])
 
 
+def test_a_scalar_has_the_name_of_the_dimension(tmp_path: Path) -> None:
+    for name, number in (("a", 3), ("b", 5)):
+        store = EpochStore(tmp_path / name)
+        store.append(0, {"": Group({}, {})}, {"": {}}, {"run": number})
+        store.close()
+    joined = open([tmp_path / "a", tmp_path / "b"])
+    assert joined.run.values.tolist() == ["a", "b"]
+    assert joined.run_run.values.tolist() == [[3], [5]]
+
+
 def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "steps.zarr", along="step")
     store.append(0, {"": Group({}, {})}, {"": {}}, {})
