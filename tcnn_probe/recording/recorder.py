@@ -336,6 +336,12 @@ class Recorder:
         if text and error is None:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def __reduce__(self) -> Never:
+        """Refuse copies: those of a model that has its recorder as an attribute."""
+        raise TypeError(
+            "a recorder cannot be copied or pickled: do not make it an attribute of what is copied"
+        )
+
     def __repr__(self) -> str:
         layers, marks, along = self.layers, self.epochs, self._along
         missing = [

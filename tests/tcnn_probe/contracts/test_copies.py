@@ -82,6 +82,14 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     assert clean()
 
 
+@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
+def test_a_recorder_is_not_copied(make: Callable[[object], object]) -> None:
+    model: Any = vit()
+    message = "a recorder cannot be copied or pickled"
+    with tcnn_probe.record(model) as model.recorder, pytest.raises(TypeError, match=message):
+        make(model)
+
+
 def test_a_copy_can_be_recorded() -> None:
     model = vit()
     with tcnn_probe.record(model) as outer:
