@@ -140,7 +140,7 @@ def faithfulness(
 
         scores = tcnn_probe.faithfulness(model, images, ["class_attention", "gradcam"], masks=masks)
         print(scores.pointing_game.mean("image").to_pandas())
-        print(tcnn_probe.evaluation.mean_interval(scores.sel(attribution="gradcam").pointing_game))
+        print(tcnn_probe.evaluation.mean_interval(scores.sel(attribution="gradcam").energy_inside))
 
     The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game" and
     "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution`

@@ -59,8 +59,8 @@ def mean_interval(
     single label adds nothing: the interval is for this label only.
 
     Args:
-        values: Measurements, such as ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left
-            out.
+        values: Measurements, such as ``tcnn_probe.faithfulness(...).energy_inside``; NaNs are left
+            out. Numbers that are 0 or 1 are taken for differences: compare with 1 if they are none.
         dim: Dimension, or dimensions, whose labels are a sample.
         confidence: Share of samples whose interval covers the mean, between 0 and 1.
 

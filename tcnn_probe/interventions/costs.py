@@ -20,6 +20,7 @@ from tcnn_probe.interventions.evaluated_images import (
     Batch,
     Measure,
     as_measure,
+    attributes_of_change,
     batches_of,
     changes_of,
     outputs_of,
@@ -123,8 +124,7 @@ def head_costs(
                             bar.update()
                 results.keep(batch, layer)
     table = results.table
-    what = "norm of the change of the output" if measure is None else "change of the metric"
-    table.attrs = {"long_name": what, "units": "1"}
+    table.attrs = attributes_of_change(measure)
     return table.rename("cost")
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Batch",
     "Measure",
     "as_measure",
+    "attributes_of_change",
     "batches_of",
     "changes_of",
     "outputs_of",
@@ -56,6 +57,15 @@ def as_measure(measure: Any) -> tuple[Measure | None, Tensor | None]:
         return measure, None
     classes = class_indices(measure, "the classes of the images")
     return _cross_entropy, classes
+
+
+def attributes_of_change(measure: Measure | None) -> dict[str, str]:
+    """Return the name and the unit of the change of a measure, see :func:`as_measure`."""
+    if measure is None:
+        return {"long_name": "norm of the change of the output", "units": "1"}
+    if measure is _cross_entropy:
+        return {"long_name": "change of the cross entropy", "units": "nat"}
+    return {"long_name": "change of the metric", "units": "1"}
 
 
 def _cross_entropy(output: Any, target: Any) -> Tensor:

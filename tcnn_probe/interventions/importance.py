@@ -27,6 +27,7 @@ from tcnn_probe.interventions.evaluated_images import (
     Batch,
     Measure,
     as_measure,
+    attributes_of_change,
     batches_of,
     changes_of,
     outputs_of,
@@ -132,8 +133,8 @@ def head_importance(
                 bar.update()
     table = rungs.table(sum(part.shape[-1] for part in parts))
     table.values[:] = np.concatenate(parts, -1)
-    what = "change of the output" if measure is None else "change of the loss"
-    table.attrs = {"long_name": f"{what}, to first order", "units": "1"}
+    about = attributes_of_change(measure)
+    table.attrs = {**about, "long_name": f"{about['long_name']}, to first order"}
     return table.rename("cost")
 
 

@@ -304,6 +304,8 @@ def test_forms_of_images_and_targets() -> None:
     costs.append(tcnn_probe.head_importance(as_in_transformers, x, classes, modes=["static"]))
     for cost in costs[1:]:
         np.testing.assert_allclose(cost, costs[0], rtol=1e-4, atol=1e-7)
+    cost = tcnn_probe.head_costs(model, x, classes, modes=["zero"])
+    assert cost.attrs == {"long_name": "change of the cross entropy", "units": "nat"}
     for wrong, words in (
         ([0, 1, 2], "each of the 4 images, got 3 classes"),
         ([0, 1, 2, 3, 4], "each of the 4 images, got 5 classes"),
