@@ -10,7 +10,6 @@ from torch import Tensor
 __all__ = [
     "at_least_float32",
     "autocast_dtype",
-    "products_are_exact",
     "widen",
     "widest",
     "widest_dtype",
@@ -45,17 +44,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     # it is.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled and x.dtype == torch.float32 else x.dtype
-
-
-def products_are_exact(x: Tensor) -> bool:
-    """Return whether matrix products of ``x`` keep all digits of its dtype,
-    as on a CPU where the user has not chosen faster ones.
-    """
-    if not x.is_cpu or x.dtype == torch.float64:
-        return x.is_cpu
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
-    precision = torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision
-    return precision in ("highest", "ieee", "none")
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

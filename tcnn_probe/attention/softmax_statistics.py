@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tcnn_model.kernels import TokenGrid, trial
-from tcnn_model.precision import products_are_exact
 from tcnn_probe.attention.attention import ContentRows
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum
@@ -24,8 +23,8 @@ __all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 # This replaces minus infinity, because minus infinity times an attention of zero is NaN.
 LOWEST = -1e30
 
-# Tables of up to this number of distances (8 MiB in float32, with the ones) are cached; larger ones
-# are computed block by block.
+# Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed
+# block by block.
 _SMALL_TABLE = 1 << 20
 
 
@@ -329,7 +328,7 @@ def _rows_over_grid(
     logits, layout = attention.logits, attention.layout
     prefix = layout.prefix
     sums = logits.new_empty(4, *logits.shape[:3])
-    top, expected, total, distances = sums
+    top, total, expected, distances = sums
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else distances
     frame_distance = torch.empty_like(top) if layout.is_video else None
@@ -337,11 +336,9 @@ def _rows_over_grid(
     if attention.detailed:
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
-    factors_of: Callable[[slice], Tensor]
-    factors_of = partial(_factors, layout, logits.dtype, logits.device)
-    if distance is not None and is_small:
-        factors_of = _table(layout, logits.dtype, logits.device).__getitem__
-    has_products = products_are_exact(sums)
+    table = (
+        _table(layout, logits.dtype, logits.device) if distance is not None and is_small else None
+    )
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
     tokens = (attention.class_query, attention.distillation_query)
@@ -364,7 +361,7 @@ def _rows_over_grid(
             attention.keys,
         )
         s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-        m, weighted, z, mean_length = sums[:, *at].unbind()
+        m, z, weighted, mean_length = sums[:, *at].unbind()
         logits(rows, queries, out=s)
         if prefix_logits is not None:
             prefix_logits[at] = s[..., :prefix]
@@ -379,17 +376,15 @@ def _rows_over_grid(
         else:
             s.sub_(m[..., None])
         torch.exp(s, out=weights)
+        torch.sum(weights, -1, out=z)
         torch.sum(s.mul_(weights), -1, out=weighted)
-        if distance is None:
-            torch.sum(weights, -1, out=z)
-        else:
-            factors = factors_of(queries)
-            if has_products:  # which take half of the time of sums
-                products = factors @ weights.flatten(0, 1).permute(1, 2, 0)
-                sums[2:, *at] = products.permute(1, 2, 0).unflatten(1, shape[:2])
-            else:
-                torch.sum(weights, -1, out=z)
-                torch.sum(torch.mul(weights, factors[:, 1], out=s), -1, out=mean_length)
+        if distance is not None:
+            lengths = (
+                layout.distances(queries, logits.dtype, logits.device)
+                if table is None
+                else table[queries]
+            )
+            torch.sum(torch.mul(weights, lengths, out=s), -1, out=mean_length)
         if frame_distance is not None:
             lengths = layout.frame_distances(queries, logits.dtype, logits.device)
             frame_distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
@@ -425,9 +420,9 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entropy over all keys, and the attention to each class
     and register token, shaped as ``logits``.
 
-    Let m be the largest logit of the row and Z = sum_j exp(s_j - m) over all keys, Z_grid the same
-    over the grid. Then the grid gets the attention Z_grid / Z, and the entropy is log Z - sum_j A_j
-    (s_j - m).
+    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid
+    the same over the grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is
+    lse - sum_j A_j (s_j - m).
 
     Args:
         grid: Sums of the rows over the keys on the grid.
@@ -436,25 +431,17 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp is needed for masks that hide keys with the smallest finite number.
     top = torch.maximum(grid.top, logits.amax(-1))
     lower = (grid.top - top).clamp_(min=LOWEST)
-    logits = logits - top[..., None]
-    to_grid, attention = (grid.lse + lower).exp_(), logits.exp()
-    # Z is at least 1, as the largest logit adds 1, unless all keys are hidden.
-    total = (to_grid + attention.sum(-1)).clamp_(min=1)
-    to_grid, attention = to_grid.div_(total), attention.div_(total[..., None])
+    logits, lse_grid = logits - top[..., None], grid.lse + lower
+    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
+    attention = (logits - lse[..., None]).exp()
     finite = logits if grid.empty is None else logits.clamp(min=LOWEST)
-    expected = (grid.expected + lower) * to_grid + (finite * attention).sum(-1)
-    return total.log() - expected, attention
-
-
-def _factors(layout: Layout, dtype: torch.dtype, device: torch.device, queries: slice) -> Tensor:
-    """Return the factors 1 and ||delta_ij|| of the attention of some queries in sums over keys,
-    shape (queries, 2, N_key).
-    """
-    distances = layout.distances(queries, dtype, device)
-    return torch.stack([torch.ones_like(distances), distances], 1)
+    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
+    if grid.empty is not None:  # where all keys are hidden, but not where logits are NaN
+        attention = attention.masked_fill((lse == -torch.inf)[..., None], 0)
+    return lse - expected, attention
 
 
 @lru_cache(maxsize=16)
 def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the cached factors of a small grid, for all queries."""
-    return _factors(layout, dtype, device, slice(None))
+    """Return the cached table of distances of a small grid, shape (N_query, N_key)."""
+    return layout.distances(slice(None), dtype, device)

@@ -142,37 +142,17 @@ def check(call: SoftmaxAttention, expected: Bounded) -> softmax_statistics.Softm
 
 
 # Blocks have one element, a prime number that cuts rows, or all elements.
-@pytest.mark.parametrize(
-    ("block", "table", "products"),
-    [(1, 0, True), (211, 1 << 20, True), (1 << 18, 0, False)],
-)
+@pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize(
     "form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"]
 )
 def test_statistics_equal_brute_force(
-    form: str,
-    prefix: int,
-    block: int,
-    table: int,
-    products: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax_statistics, "products_are_exact", lambda sums: products)
     monkeypatch.setattr(Attention, "BLOCK", block)
     monkeypatch.setattr(softmax_statistics, "_SMALL_TABLE", table)
     check(*case(form, prefix))
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_sums_are_exact_where_products_are_not(precision: str) -> None:
-    """Products of bfloat16 would round distances to three digits."""
-    case_of_given_logits = case("given", 5)
-    torch.set_float32_matmul_precision(precision)
-    try:
-        check(*case_of_given_logits)
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_windows_are_averaged_within_an_image() -> None:
