@@ -420,9 +420,9 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entropy over all keys, and the attention to each class
     and register token, shaped as ``logits``.
 
-    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid
-    the same over the grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is
-    lse - sum_j A_j (s_j - m).
+    Let m be the largest logit of the row and Z = sum_j exp(s_j - m) over all keys, Z_grid the same
+    over the grid. Then the grid gets the attention Z_grid / Z, and the entropy is log Z - sum_j A_j
+    (s_j - m).
 
     Args:
         grid: Sums of the rows over the keys on the grid.
@@ -431,14 +431,14 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp is needed for masks that hide keys with the smallest finite number.
     top = torch.maximum(grid.top, logits.amax(-1))
     lower = (grid.top - top).clamp_(min=LOWEST)
-    logits, lse_grid = logits - top[..., None], grid.lse + lower
-    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
-    attention = (logits - lse[..., None]).exp()
+    logits = logits - top[..., None]
+    to_grid, attention = (grid.lse + lower).exp_(), logits.exp()
+    # Z is at least 1, as the largest logit adds 1, unless all keys are hidden.
+    total = (to_grid + attention.sum(-1)).clamp_(min=1)
+    to_grid, attention = to_grid.div_(total), attention.div_(total[..., None])
     finite = logits if grid.empty is None else logits.clamp(min=LOWEST)
-    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (finite * attention).sum(-1)
-    if grid.empty is not None:  # where all keys are hidden, but not where logits are NaN
-        attention = attention.masked_fill((lse == -torch.inf)[..., None], 0)
-    return lse - expected, attention
+    expected = (grid.expected + lower) * to_grid + (finite * attention).sum(-1)
+    return total.log() - expected, attention
 
 
 @lru_cache(maxsize=16)
