@@ -237,10 +237,11 @@ def _compare(first: str, second: str) -> str:
             before, after = values.item(), b[name].item()
             lines.append(f"  {name} {after:.6g} - {before:.6g} = {after - before:.6g}")
     if "layer" in a.dims and "layer" in b.dims:
-        before, after = (ds.images.max().item() if "images" in ds else 0 for ds in (a, b))
-        if before != after:
-            reason = "content information from fewer is too low"
-            lines.append(f"  of {after:g} and {before:g} images: {reason}")
+        if "images" in a and "images" in b:
+            before, after = a.images.max().item(), b.images.max().item()
+            if before != after:
+                reason = "content information from fewer is too low"
+                lines.append(f"  of {after:g} and {before:g} images: {reason}")
         layers = a.layer.values.tolist(), b.layer.values.tolist()
         for store, present, compared in ((first, *layers), (second, *reversed(layers))):
             unique = [layer for layer in present if layer not in compared]

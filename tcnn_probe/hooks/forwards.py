@@ -124,7 +124,7 @@ class Forwards(Calls["Forward"]):
 
     Args:
         model: Model to follow.
-        listener: ForwardListener to its forwards.
+        listener: Listener to its forwards.
         names: Names of the modules to follow, "" for the model and its wrappers.
         attending: Modules in which the listener has seen attention so far.
     """

@@ -157,8 +157,7 @@ class EpochStore:
         attrs = {**(attrs or {}), **({} if self._root.text else fixed)}
         marks = (*self._marks, mark)
         with self._place_to_write() as store:
-            arguments = (self._root, self._along, marks, groups, rows, attrs)
-            uninterrupted(write_mark, store, *arguments)
+            uninterrupted(write_mark, store, self._root, self._along, marks, groups, rows, attrs)
             # A retry of a mark whose failure came after its commit finds this root.
             self._attempted = store.text
             run(store.commit())

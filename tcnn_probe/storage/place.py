@@ -55,7 +55,11 @@ def uninterrupted(function: Callable[..., T], *args: Any) -> T:
             ended.release()
 
     try:
-        _thread.start_new_thread(complete, ())
+        try:
+            _thread.start_new_thread(complete, ())
+        except RuntimeError:  # there can be no more threads, as when Python ends
+            ended.release()
+            raise
         ended.acquire()
     finally:
         if not (results or errors):

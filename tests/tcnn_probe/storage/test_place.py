@@ -18,7 +18,7 @@ from zarr.buffer import default_buffer_prototype
 from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
-from tcnn_probe.storage.place import run
+from tcnn_probe.storage.place import run, uninterrupted
 from tests.tcnn_probe.storage.tables import Remote, add, assert_holds, contents, create, recording
 
 
@@ -192,6 +192,15 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     add(store, 1)
     assert_holds(path, [0, 1])
     assert not (tmp_path / "precious").exists()
+
+
+def test_without_another_thread_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        uninterrupted(print)
 
 
 def test_ctrl_c_is_raised_after_the_work_has_ended() -> None:
